@@ -1,0 +1,1 @@
+"""The cluster layer: plans, scripts, jobs, containers, files. Knows nothing of learning."""

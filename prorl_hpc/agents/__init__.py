@@ -1,0 +1,1 @@
+"""agents of prorl-hpc; see docs/architecture.md."""

@@ -1,0 +1,1 @@
+"""buffer of prorl-hpc; see docs/architecture.md."""

@@ -1,0 +1,1 @@
+"""cli of prorl-hpc; see docs/architecture.md."""

@@ -1,0 +1,1 @@
+"""environment of prorl-hpc; see docs/architecture.md."""

@@ -1,0 +1,1 @@
+"""evaluation of prorl-hpc; see docs/architecture.md."""

@@ -1,0 +1,1 @@
+"""inference of prorl-hpc; see docs/architecture.md."""

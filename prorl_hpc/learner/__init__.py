@@ -1,0 +1,1 @@
+"""learner of prorl-hpc; see docs/architecture.md."""

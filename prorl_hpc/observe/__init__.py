@@ -1,0 +1,1 @@
+"""observe of prorl-hpc; see docs/architecture.md."""

@@ -1,0 +1,1 @@
+"""rollout of prorl-hpc; see docs/architecture.md."""

@@ -1,0 +1,1 @@
+"""tasks of prorl-hpc; see docs/architecture.md."""
