@@ -105,7 +105,9 @@ class Plan:
         try:
             order = {name: i for i, name in enumerate(TopologicalSorter(graph).static_order())}
         except CycleError as err:
-            raise PlanError(f"jobs wait for each other in a circle: {' -> '.join(err.args[1])}") from err
+            raise PlanError(
+                f"jobs wait for each other in a circle: {' -> '.join(err.args[1])}"
+            ) from err
         return tuple(sorted(self.jobs, key=lambda job: order[job.name]))
 
     def node_hours(self) -> float:

@@ -168,7 +168,9 @@ def check_reward(reward: object, *, outcome: Outcome, name: str) -> None:
     """Raises RecordError for a boolean, missing, non-numeric or non-finite reward."""
     if outcome is Outcome.infrastructure_failure:
         if reward is not None:
-            raise RecordError(f"reward={reward!r} of {name}: an infrastructure failure has no reward")
+            raise RecordError(
+                f"reward={reward!r} of {name}: an infrastructure failure has no reward"
+            )
         return
     if isinstance(reward, bool) or not isinstance(reward, int | float):
         raise RecordError(f"reward={reward!r} of {name} is not a number; give a finite float")

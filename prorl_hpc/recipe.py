@@ -1,0 +1,466 @@
+"""The typed recipe: what to train, and how. Plain data with cross-field checks; imports no Hydra.
+
+`prorl_hpc.compose` fills it through Hydra at submit; jobs read the frozen `recipe.yaml` of their
+run through `load_recipe`. Dataclasses here can't be frozen (Hydra writes them), are never changed
+after loading, and their enums have equal names and values (Hydra matches names, files hold values).
+"""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import yaml
+
+from hpc.errors import UserError
+from hpc.site import Site
+
+
+class RecipeError(UserError, ValueError):
+    """A recipe that can't work; the message names the key, the value and what to do."""
+
+
+class Estimator(StrEnum):
+    """Advantage estimators (prorl_hpc.learner.advantage)."""
+
+    grpo = "grpo"
+    dr_grpo = "dr_grpo"
+    rloo = "rloo"
+    reinforce_pp_baseline = "reinforce_pp_baseline"
+    maxrl = "maxrl"
+
+    @property
+    def needs_groups(self) -> bool:
+        """Whether a group of one rollout has no signal."""
+        return True
+
+
+class Surrogate(StrEnum):
+    """Policy-gradient surrogates (prorl_hpc.learner.surrogate)."""
+
+    ppo = "ppo"
+    gspo = "gspo"
+    cispo = "cispo"
+
+
+class Aggregation(StrEnum):
+    """How token losses become one number (prorl_hpc.learner.aggregate)."""
+
+    token_mean = "token_mean"
+    sequence_mean = "sequence_mean"
+    constant = "constant"
+
+
+class KlEstimator(StrEnum):
+    """Estimators of KL(policy, reference)."""
+
+    k1 = "k1"
+    k2 = "k2"
+    k3 = "k3"
+
+
+class KlPlace(StrEnum):
+    """Where the KL term goes."""
+
+    loss = "loss"
+    reward = "reward"
+
+
+class Correction(StrEnum):
+    """Correction for a sampler that is not the learner's own policy."""
+
+    none = "none"
+    truncated = "truncated"
+    icepop = "icepop"
+    sequence_mask = "sequence_mask"
+    decoupled = "decoupled"
+
+
+class StalePolicy(StrEnum):
+    """What happens to groups older than max_staleness."""
+
+    drop = "drop"
+    correct = "correct"
+
+
+class EngineKind(StrEnum):
+    """Inference engines."""
+
+    transformers = "transformers"
+    vllm = "vllm"
+    sglang = "sglang"
+    openai = "openai"
+
+
+class EnvironmentKind(StrEnum):
+    """How an instance's sandbox is made."""
+
+    none = "none"
+    apptainer = "apptainer"
+    bubblewrap = "bubblewrap"
+    process = "process"
+
+
+class AgentKind(StrEnum):
+    """Agents (prorl_hpc.agents)."""
+
+    single_turn = "single_turn"
+    tools = "tools"
+    bash = "bash"
+
+
+@dataclass(kw_only=True, slots=True)
+class ModelConfig:
+    """The policy's model."""
+
+    path: str | None = None
+    """Directory (or hub name) of a transformers model; None: built from `config` at random."""
+    config: dict[str, Any] = field(default_factory=dict)
+    """Fields of a Qwen2-type configuration for a model from scratch (tiny models, tests)."""
+    vocabulary: str | None = None
+    """Characters of a character-level tokenizer, for a model from scratch."""
+    dtype: str = "float32"
+    """Compute type: `float32` or `bfloat16`; master weights and reductions are float32."""
+    context_tokens: int = 8192
+    attention: str = "auto"
+    activation_checkpointing: bool = False
+
+
+@dataclass(kw_only=True, slots=True)
+class WarmupConfig:
+    """A short supervised stage before reinforcement learning (only rank 0's data, tiny models)."""
+
+    steps: int = 0
+    batch: int = 128
+    learning_rate: float = 1e-3
+    max_tokens: int = 256
+
+
+@dataclass(kw_only=True, slots=True)
+class ResetConfig:
+    """When the reference policy (and the optimizer) is reset (prorl_hpc.learner.reset)."""
+
+    every_steps: int | None = None
+    stall_validations: int | None = None
+    """Reset after so many validations in a row without a new best."""
+    degradation: float | None = None
+    """Reset when blended validation falls so far below its best."""
+    kl_spike: float | None = None
+    min_distance_steps: int = 10
+    reset_optimizer: bool = True
+    """True as in ProRL v1; False as in v2."""
+    roll_back: bool = False
+
+
+@dataclass(kw_only=True, slots=True)
+class ShapingConfig:
+    """Reward shaping, applied after filtering on the raw reward (prorl_hpc.learner.shaping)."""
+
+    overlong_buffer_tokens: int = 0
+    overlong_penalty: float = 0.0
+    truncation_penalty: float = 0.0
+    """Stop-properly: subtracted from responses that did not end by themselves."""
+    cosine_length_weight: float = 0.0
+    cosine_on_steps: int = 100
+    cosine_off_steps: int = 500
+    cosine_min: float = -1.0
+    cosine_max: float = 0.0
+
+
+@dataclass(kw_only=True, slots=True)
+class StageConfig:
+    """From `from_step` on, these replace the recipe's values."""
+
+    from_step: int
+    context_tokens: int | None = None
+    num_rollouts: int | None = None
+
+
+@dataclass(kw_only=True, slots=True)
+class AlgorithmConfig:
+    """The objective and its numbers."""
+
+    estimator: Estimator = Estimator.grpo
+    surrogate: Surrogate = Surrogate.ppo
+    aggregation: Aggregation = Aggregation.token_mean
+    clip_low: float = 0.2
+    clip_high: float = 0.4
+    """Upper ratio bound, minus one (DAPO, eq. 10)."""
+    dual_clip: float | None = None
+    kl_coef: float = 1e-4
+    kl_estimator: KlEstimator = KlEstimator.k2
+    kl_place: KlPlace = KlPlace.loss
+    kl_input_clamp: float = 20.0
+    kl_output_clamp: float = 10.0
+    entropy_coef: float = 0.0
+    correction: Correction = Correction.none
+    correction_low: float = 0.5
+    correction_high: float = 5.0
+    batch_groups: int = 256
+    """Groups of one step (before its split into updates)."""
+    num_rollouts: int = 16
+    updates_per_step: int = 1
+    max_staleness: int = 1
+    stale: StalePolicy = StalePolicy.drop
+    filter_degenerate: bool = True
+    """Dynamic sampling: drop groups whose raw rewards are all equal."""
+    max_refills: int = 10
+    """Batches that may be drawn to fill one step before it goes on with what it has."""
+    learning_rate: float = 2e-6
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    weight_decay: float = 0.0
+    warmup_steps: int = 0
+    gradient_clip: float = 1.0
+    temperature: float = 1.0
+    reset: ResetConfig = field(default_factory=ResetConfig)
+    shaping: ShapingConfig = field(default_factory=ShapingConfig)
+    stages: list[StageConfig] = field(default_factory=list)
+
+
+@dataclass(kw_only=True, slots=True)
+class TaskConfig:
+    """One task of the mixture; its key in `tasks` is its name."""
+
+    kind: str
+    """Registered kind: `logic`, `math`, `code`, `swe`, ..."""
+    weight: float = 1.0
+    data: str | None = None
+    """Path of the user's data set (JSONL or Parquet), where the kind has one."""
+    validation_data: str | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    """What the kind itself knows, e.g. `family: chain_sum` of a logic task."""
+    train_size: int | None = None
+    validation_size: int = 64
+    max_new_tokens: int | None = None
+    temperature: float | None = None
+    num_rollouts: int | None = None
+    validation_weight: float = 1.0
+    agent: AgentKind = AgentKind.single_turn
+    environment: EnvironmentKind = EnvironmentKind.none
+    max_turns: int = 1
+    score_timeout_seconds: float = 30.0
+    system_prompt: str | None = None
+
+
+@dataclass(kw_only=True, slots=True)
+class EngineConfig:
+    """The inference engine of the rollout nodes."""
+
+    kind: EngineKind = EngineKind.transformers
+    max_batch: int = 32
+    servers_per_node: int = 1
+    tensor_parallel: int = 1
+    python: str | None = None
+    """Interpreter of the environment that holds vLLM or SGLang; None: this one."""
+    image: str | None = None
+    arguments: list[str] = field(default_factory=list)
+    """Further arguments of the server's command line."""
+    urls: list[str] = field(default_factory=list)
+    """Addresses of servers that run already (kind openai)."""
+    start_seconds: float = 600.0
+    request_seconds: float = 1800.0
+
+
+@dataclass(kw_only=True, slots=True)
+class RolloutConfig:
+    """The rollout array."""
+
+    nodes: int = 1
+    cpus_per_node: int = 8
+    gpus_per_node: int = 0
+    memory_mib: int = 32768
+    walltime_minutes: int = 240
+    init_workers: int = 8
+    run_workers: int = 64
+    eval_workers: int = 8
+    max_new_tokens: int = 2048
+    episode_seconds: float = 1800.0
+    environment_seconds: float = 300.0
+    spool_bytes: int = 1 << 30
+    engine: EngineConfig = field(default_factory=EngineConfig)
+
+
+@dataclass(kw_only=True, slots=True)
+class BufferConfig:
+    """The buffer job."""
+
+    colocate: str = "none"
+    """`none`: a CPU job of its own; `learner`: a step beside the learner."""
+    cpus: int = 4
+    memory_mib: int = 16384
+    walltime_minutes: int = 1440
+    shard_bytes: int = 32 << 20
+    seal_seconds: float = 0.2
+    lease_seconds: float = 60.0
+    group_deadline_seconds: float = 3600.0
+    min_usable: int = 2
+    max_infrastructure_retries: int = 3
+    peer_seconds: float = 3600.0
+    """Without a learner or any rollout node for so long, the run ends and says who was missing."""
+
+
+@dataclass(kw_only=True, slots=True)
+class LearnerConfig:
+    """The learner job."""
+
+    nodes: int = 1
+    ranks_per_node: int = 1
+    cpus_per_node: int = 16
+    gpus_per_node: int = 0
+    memory_mib: int = 65536
+    walltime_minutes: int = 240
+    tokens_per_micro_batch: int = 16384
+    checkpoint_every_steps: int = 10
+    keep_checkpoints: int = 3
+    publish_every_steps: int = 1
+    keep_policies: int = 4
+    deterministic: bool = False
+    """Batches in group order and staleness 0: the same recipe gives the same weights."""
+    head_chunk_tokens: int = 4096
+    batch_seconds: float = 7200.0
+    """No batch for so long: the learner releases its GPUs and says what it waited for."""
+    export_every_steps: int | None = None
+
+
+@dataclass(kw_only=True, slots=True)
+class ValidationConfig:
+    """In-loop validation."""
+
+    every_steps: int = 10
+    num_rollouts: int = 1
+    temperature: float = 0.6
+    top_p: float = 1.0
+    at_start: bool = True
+
+
+@dataclass(kw_only=True, slots=True)
+class Recipe:
+    """One run, whole."""
+
+    name: str
+    steps: int
+    """Optimizer steps (batches of groups) of the whole run."""
+    tasks: dict[str, TaskConfig]
+    seed: int = 0
+    run_root: str = "runs"
+    model: ModelConfig = field(default_factory=ModelConfig)
+    warmup: WarmupConfig = field(default_factory=WarmupConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    buffer: BufferConfig = field(default_factory=BufferConfig)
+    learner: LearnerConfig = field(default_factory=LearnerConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
+    site: dict[str, Any] = field(default_factory=dict)
+    """The chosen site's profile; decode it with `site_of`."""
+
+
+def site_of(recipe: Recipe) -> Site:
+    """The recipe's site; raises RecipeError naming the key that is wrong."""
+    try:
+        return msgspec.convert(recipe.site, Site, strict=False)
+    except msgspec.ValidationError as err:
+        raise RecipeError(f"site: {err}; correct the site profile") from err
+
+
+def load_recipe(path: Path) -> Recipe:
+    """Reads a frozen `recipe.yaml`; raises RecipeError for a file that isn't one."""
+    try:
+        data = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as err:
+        raise RecipeError(f"recipe file {str(path)!r} can't be read: {err}") from err
+    try:
+        recipe = msgspec.convert(data, Recipe, strict=False)
+    except msgspec.ValidationError as err:
+        raise RecipeError(f"{path.name}: {err}") from err
+    check(recipe)
+    return recipe
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    """The recipe as YAML text that `load_recipe` reads back equal."""
+    return yaml.safe_dump(msgspec.to_builtins(recipe), sort_keys=False)
+
+
+def check(recipe: Recipe) -> Recipe:
+    """Returns the recipe; raises RecipeError for values that can't work together."""
+    for key, value in _positive(recipe):
+        if isinstance(value, bool) or value <= 0:
+            raise RecipeError(f"{key}={value} must be above 0")
+    if not recipe.tasks:
+        raise RecipeError("tasks is empty; name at least one, e.g. tasks.puzzles.kind=logic")
+    for name, task in recipe.tasks.items():
+        if task.weight < 0:
+            raise RecipeError(f"tasks.{name}.weight={task.weight} is negative")
+    if sum(task.weight for task in recipe.tasks.values()) <= 0:
+        raise RecipeError("the weights of all tasks are 0; give one a positive weight")
+    _check_algorithm(recipe)
+    return recipe
+
+
+def _positive(recipe: Recipe) -> list[tuple[str, float]]:
+    algorithm = recipe.algorithm
+    values: list[tuple[str, float]] = [
+        ("steps", recipe.steps),
+        ("algorithm.batch_groups", algorithm.batch_groups),
+        ("algorithm.num_rollouts", algorithm.num_rollouts),
+        ("algorithm.updates_per_step", algorithm.updates_per_step),
+        ("algorithm.learning_rate", algorithm.learning_rate),
+        ("algorithm.temperature", algorithm.temperature),
+        ("rollout.nodes", recipe.rollout.nodes),
+        ("rollout.max_new_tokens", recipe.rollout.max_new_tokens),
+        ("learner.nodes", recipe.learner.nodes),
+        ("learner.ranks_per_node", recipe.learner.ranks_per_node),
+        ("learner.checkpoint_every_steps", recipe.learner.checkpoint_every_steps),
+        ("learner.publish_every_steps", recipe.learner.publish_every_steps),
+        ("learner.keep_checkpoints", recipe.learner.keep_checkpoints),
+        ("learner.tokens_per_micro_batch", recipe.learner.tokens_per_micro_batch),
+        ("validation.every_steps", recipe.validation.every_steps),
+        ("validation.num_rollouts", recipe.validation.num_rollouts),
+        ("buffer.min_usable", recipe.buffer.min_usable),
+        ("buffer.lease_seconds", recipe.buffer.lease_seconds),
+        ("buffer.group_deadline_seconds", recipe.buffer.group_deadline_seconds),
+        ("model.context_tokens", recipe.model.context_tokens),
+    ]
+    for name, task in recipe.tasks.items():
+        for label in ("train_size", "max_new_tokens", "temperature", "num_rollouts"):
+            value = getattr(task, label)
+            if value is not None:
+                values.append((f"tasks.{name}.{label}", value))
+        values.append((f"tasks.{name}.validation_size", task.validation_size))
+        values.append((f"tasks.{name}.max_turns", task.max_turns))
+    return values
+
+
+def _check_algorithm(recipe: Recipe) -> None:
+    algorithm = recipe.algorithm
+    counts = {"algorithm.num_rollouts": algorithm.num_rollouts}
+    counts |= {
+        f"tasks.{n}.num_rollouts": t.num_rollouts for n, t in recipe.tasks.items() if t.num_rollouts
+    }
+    for key, count in counts.items():
+        if count < 2:
+            raise RecipeError(
+                f"{key}={count}: estimator {algorithm.estimator} needs groups of at least 2"
+            )
+        if recipe.buffer.min_usable > count:
+            raise RecipeError(
+                f"buffer.min_usable={recipe.buffer.min_usable} exceeds {key}={count}; lower it"
+            )
+    if algorithm.batch_groups % algorithm.updates_per_step:
+        raise RecipeError(
+            f"algorithm.batch_groups={algorithm.batch_groups} isn't divisible by "
+            f"algorithm.updates_per_step={algorithm.updates_per_step}"
+        )
+    if algorithm.max_staleness < 0:
+        raise RecipeError(f"algorithm.max_staleness={algorithm.max_staleness} is negative")
+    if recipe.learner.deterministic and algorithm.max_staleness != 0:
+        raise RecipeError("learner.deterministic=true needs algorithm.max_staleness=0")
+    if recipe.learner.deterministic and recipe.learner.publish_every_steps != 1:
+        raise RecipeError("learner.deterministic=true needs learner.publish_every_steps=1")
+    if recipe.buffer.colocate not in ("none", "learner"):
+        raise RecipeError(f"buffer.colocate={recipe.buffer.colocate!r}; choose none or learner")
+    if not 0 < algorithm.clip_low < 1:
+        raise RecipeError(f"algorithm.clip_low={algorithm.clip_low} is outside (0, 1)")
+    if recipe.validation.temperature < 0 or not 0 < recipe.validation.top_p <= 1:
+        raise RecipeError("validation.temperature must be 0 or more and top_p in (0, 1]")
