@@ -9,28 +9,18 @@ whose spread is at most `MIN_STD`.
 """
 
 from dataclasses import dataclass
-from enum import StrEnum
 
 import torch
 from torch import Tensor
 
 from prorl_hpc.learner.algorithm_error import AlgorithmError
+from prorl_hpc.recipe import Estimator
 
 MIN_STD = 1e-6
 """A standard deviation (or, for MaxRL, a mean) up to this counts as no signal."""
 
 STD_EPSILON = 1e-6
 """Added to a standard deviation before dividing by it."""
-
-
-class Estimator(StrEnum):
-    """How a group's rewards become advantages."""
-
-    grpo = "grpo"
-    dr_grpo = "dr_grpo"
-    rloo = "rloo"
-    reinforce_baseline = "reinforce_baseline"
-    maxrl = "maxrl"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,7 +48,7 @@ def compute_advantages(
     except ValueError as err:
         names = ", ".join(item.value for item in Estimator)
         raise AlgorithmError(
-            f"algorithm.advantage={estimator!r} is unknown; choose one of {names}"
+            f"algorithm.estimator={estimator!r} is unknown; choose one of {names}"
         ) from err
     if rewards_N.ndim != 1 or rewards_N.shape != group_ids_N.shape:
         raise AlgorithmError(
@@ -122,7 +112,7 @@ def rloo(rewards_N: Tensor, groups: _Groups) -> Tensor:
     return _where(groups.usable, factor_N * (rewards_N - groups.mean))
 
 
-def reinforce_baseline(rewards_N: Tensor, groups: _Groups) -> Tensor:
+def reinforce_pp_baseline(rewards_N: Tensor, groups: _Groups) -> Tensor:
     """Subtract the group mean, then normalise by the mean and std of the whole step.
 
     REINFORCE++-baseline, arXiv 2501.03262, section 3; the choice of ProRL v2. Groups without
@@ -156,6 +146,6 @@ _FORMULAS = {
     Estimator.grpo: grpo,
     Estimator.dr_grpo: dr_grpo,
     Estimator.rloo: rloo,
-    Estimator.reinforce_baseline: reinforce_baseline,
+    Estimator.reinforce_pp_baseline: reinforce_pp_baseline,
     Estimator.maxrl: maxrl,
 }

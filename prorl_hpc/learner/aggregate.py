@@ -5,20 +5,11 @@ in, so the sum of the micro-batches' results is the step's loss: gradient accumu
 the number of ranks change nothing. Shapes: M tokens that count, T packed tokens, S sequences.
 """
 
-from enum import StrEnum
-
 import torch
 from torch import Tensor
 
 from prorl_hpc.learner.algorithm_error import AlgorithmError
-
-
-class Aggregation(StrEnum):
-    """What the loss is a mean over."""
-
-    token_mean = "token_mean"  # noqa: S105 - a mean over tokens, no secret
-    sequence_mean = "sequence_mean"
-    constant = "constant"
+from prorl_hpc.recipe import Aggregation
 
 
 def local_denominator(

@@ -9,7 +9,6 @@ sequence explodes with its length and is not offered.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 
 import numpy as np
 import torch
@@ -18,16 +17,7 @@ from torch import Tensor
 
 from prorl_hpc.learner.algorithm_error import AlgorithmError
 from prorl_hpc.learner.surrogate import log_ratio, sequence_mean
-
-
-class Correction(StrEnum):
-    """How the gap between sampler and learner is corrected."""
-
-    none = "none"
-    truncated = "truncated"
-    icepop = "icepop"
-    sequence_mask = "sequence_mask"
-    decoupled = "decoupled"
+from prorl_hpc.recipe import Correction, StalePolicy
 
 
 def truncated_weights(delta_M: Tensor, *, high: float) -> Tensor:
@@ -85,13 +75,6 @@ def correction_weights(
     return decoupled_weights(delta_M)
 
 
-class StalenessPolicy(StrEnum):
-    """What happens to a group that is older than the recipe allows."""
-
-    drop = "drop"
-    correct = "correct"
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StalenessDecision:
     """Which rollouts are trained ([N]), and the counts for the metrics."""
@@ -108,7 +91,7 @@ def decide_staleness(
     *,
     learner_version: int,
     max_staleness: int,
-    policy: StalenessPolicy,
+    policy: StalePolicy,
 ) -> StalenessDecision:
     """Judge whole groups by their oldest rollout, so that no group is trained in part.
 
@@ -139,7 +122,7 @@ def decide_staleness(
     worst_G = np.zeros(int(index_N.max()) + 1, dtype=np.int64)
     np.maximum.at(worst_G, index_N, staleness_N)
     stale_G = worst_G > max_staleness
-    if policy is StalenessPolicy.drop:
+    if policy is StalePolicy.drop:
         keep_N = ~stale_G[index_N]
     else:
         keep_N = np.ones(versions_N.shape, dtype=np.bool_)

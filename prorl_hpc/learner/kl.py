@@ -5,27 +5,11 @@ k3 = e^-d - 1 + d (Schulman, "Approximating KL divergence", 2020). As a loss on 
 only k2 has the unbiased gradient; off-policy, and for k1 and k3, use `importance_weighted_kl`.
 """
 
-from enum import StrEnum
-
 import torch
 from torch import Tensor
 
 from prorl_hpc.learner.surrogate import log_ratio
-
-
-class KlEstimator(StrEnum):
-    """Which estimate of the divergence is taken."""
-
-    k1 = "k1"
-    k2 = "k2"
-    k3 = "k3"
-
-
-class KlPlacement(StrEnum):
-    """Whether the divergence is a term of the loss or lowers the reward."""
-
-    loss = "loss"
-    reward = "reward"
+from prorl_hpc.recipe import KlEstimator
 
 
 def kl_estimate(

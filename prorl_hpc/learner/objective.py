@@ -6,7 +6,7 @@ the policy sampled. All of them are aligned to the predicted token: entry t is a
 
 Usage, in the train loop:
 
-    config = ObjectiveConfig(clip_low=0.2, clip_high=0.4, kl_coef=1e-4, ...)   # from the recipe
+    config = objective_config(recipe.algorithm, max_new_tokens=recipe.rollout.max_new_tokens)
 
     # 1. Once per batch of groups, over all ranks: filter, shape, advantages.
     kept = filter_groups(raw_rewards_N, group_ids_N)
@@ -33,116 +33,33 @@ Usage, in the train loop:
 
 `old_T`: the learner's own log-probabilities at the start of the batch; None means "this pass", for
 a single update per batch. `sampler_T`: what the engine reported; None means no correction.
-`reference_T`: None when the KL coefficient is 0. With `kl_placement=reward` the loss has no KL
+`reference_T`: None when the KL coefficient is 0. With `kl_place=reward` the loss has no KL
 term: subtract `kl_reward_penalty` from the shaped rewards before the advantages instead.
 """
 
-import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from prorl_hpc.learner.aggregate import Aggregation, aggregate, local_denominator
+from prorl_hpc.learner.aggregate import aggregate, local_denominator
 from prorl_hpc.learner.algorithm_error import AlgorithmError
-from prorl_hpc.learner.correction import Correction, correction_weights
-from prorl_hpc.learner.kl import (
-    KlEstimator,
-    KlPlacement,
-    importance_weighted_kl,
-    kl_estimate,
-)
-from prorl_hpc.learner.surrogate import (
-    Surrogate,
-    SurrogateLoss,
-    cispo,
-    gspo,
-    log_ratio,
-    ppo_clip,
-)
+from prorl_hpc.learner.correction import correction_weights
+from prorl_hpc.learner.kl import importance_weighted_kl, kl_estimate
+from prorl_hpc.learner.loss_metrics import add_sums, mean_metrics, surrogate_sums
+from prorl_hpc.learner.objective_config import ObjectiveConfig, objective_config
+from prorl_hpc.learner.surrogate import SurrogateLoss, cispo, gspo, log_ratio, ppo_clip
+from prorl_hpc.recipe import KlPlace, Surrogate
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ObjectiveConfig:
-    """Everything the policy loss depends on besides tensors."""
-
-    clip_low: float
-    """Lower ratio bound: 1 minus this."""
-    clip_high: float
-    """Upper ratio bound: 1 plus this (clip-higher when larger than `clip_low`)."""
-    kl_coef: float
-    """Weight of KL(pi_theta || pi_ref); 0 needs no reference."""
-    surrogate: Surrogate = Surrogate.ppo
-    dual_clip: float | None = None
-    """Bound c > 1 on the ratio of negative advantages (PPO only); None for no bound."""
-    aggregation: Aggregation = Aggregation.token_mean
-    constant_tokens: int | None = None
-    """Divisor of each sequence with `aggregation=constant` (Dr.GRPO)."""
-    kl_estimator: KlEstimator = KlEstimator.k3
-    kl_placement: KlPlacement = KlPlacement.loss
-    kl_input_clamp: float | None = 20.0
-    kl_output_clamp: float | None = 10.0
-    kl_importance_weighted: bool = False
-    """Weigh the KL by pi_theta / pi_behaviour, for off-policy data."""
-    correction: Correction = Correction.none
-    correction_low: float = 0.5
-    """Lower bound of the kept weights (IcePop) or geometric means (sequence mask)."""
-    correction_high: float = 2.0
-    """Upper bound, or the cap of truncated importance sampling."""
-    entropy_coef: float = 0.0
-
-    def __post_init__(self) -> None:
-        """Coerce names to enums and refuse numbers that have no meaning."""
-        for field, kind in _ENUM_FIELDS.items():
-            object.__setattr__(self, field, _enum(kind, field, getattr(self, field)))
-        for field in ("clip_low", "clip_high", "kl_coef", "entropy_coef"):
-            value = getattr(self, field)
-            if not (math.isfinite(value) and value >= 0):
-                raise AlgorithmError(f"algorithm.{field}={value} must be a finite number >= 0")
-        if self.dual_clip is not None and not self.dual_clip > 1:
-            raise AlgorithmError(
-                f"algorithm.dual_clip={self.dual_clip} must be above 1; null switches it off"
-            )
-        if not 0 <= self.correction_low <= self.correction_high:
-            raise AlgorithmError(
-                f"algorithm.correction_low={self.correction_low} must lie between 0 and "
-                f"correction_high={self.correction_high}"
-            )
-        if self.aggregation is Aggregation.constant and (self.constant_tokens or 0) < 1:
-            raise AlgorithmError(
-                f"algorithm.constant_tokens={self.constant_tokens} with aggregation=constant; "
-                "set it to the longest response in tokens"
-            )
-
-    @property
-    def needs_reference(self) -> bool:
-        """Whether reference log-probabilities are used at all."""
-        return self.kl_coef > 0
-
-    @property
-    def needs_sampler(self) -> bool:
-        """Whether the sampler's log-probabilities are required."""
-        return self.correction is not Correction.none
-
-
-_ENUM_FIELDS = {
-    "surrogate": Surrogate,
-    "aggregation": Aggregation,
-    "kl_estimator": KlEstimator,
-    "kl_placement": KlPlacement,
-    "correction": Correction,
-}
-
-
-def _enum(kind: type, field: str, value: object) -> object:
-    try:
-        return kind(value)
-    except ValueError as err:
-        names = ", ".join(item.value for item in kind)  # type: ignore[attr-defined]
-        raise AlgorithmError(
-            f"algorithm.{field}={value!r} is unknown; choose one of {names}"
-        ) from err
+__all__ = [
+    "ObjectiveConfig",
+    "add_sums",
+    "loss_denominator",
+    "mean_metrics",
+    "objective_config",
+    "policy_loss",
+    "valid_tokens",
+]
 
 
 def valid_tokens(mask_T: Tensor, sampler_logprobs_T: Tensor | None = None) -> Tensor:
@@ -214,12 +131,19 @@ def policy_loss(
     surrogate = _surrogate(log_ratio_M, tokens, config)
     weight_M = _weights(tokens, config)
     loss_M = weight_M * surrogate.loss
-    sums = _surrogate_sums(log_ratio_M, surrogate, weight_M, tokens)
+    sums = surrogate_sums(
+        log_ratio_M,
+        surrogate,
+        weight_M,
+        old_M=tokens.old,
+        sampler_M=tokens.sampler,
+        num_sequences=tokens.num_sequences,
+    )
     sums["masked_nonfinite"] = float(mask_T.bool().sum()) - sums["tokens"]
     if reference_logprobs_T is not None and config.needs_reference:
         kl_M = _kl(tokens, reference_logprobs_T[tokens.keep], config)
         sums["kl"] = float(kl_M.detach().sum())
-        if config.kl_placement is KlPlacement.loss:
+        if config.kl_place is KlPlace.loss:
             loss_M = loss_M + config.kl_coef * kl_M
     if entropy_T is not None:
         entropy_M = entropy_T[tokens.keep]
@@ -330,43 +254,3 @@ def _kl(tokens: _Tokens, reference_M: Tensor, config: ObjectiveConfig) -> Tensor
         return kl_M
     behaviour_M = tokens.old if tokens.sampler is None else tokens.sampler
     return importance_weighted_kl(kl_M, tokens.new, behaviour_M, estimator=config.kl_estimator)
-
-
-def _surrogate_sums(
-    log_ratio_M: Tensor, surrogate: SurrogateLoss, weight_M: Tensor, tokens: _Tokens
-) -> dict[str, float]:
-    ratio_log_M = log_ratio_M.detach()
-    named = {
-        "surrogate": surrogate.loss.detach().sum(),
-        "ratio": ratio_log_M.exp().sum(),
-        # k3 of the step itself: how far this update has moved from the policy of the batch.
-        "update_kl": (torch.expm1(ratio_log_M) - ratio_log_M).sum(),
-        "clipped_low": surrogate.clipped_low.sum(),
-        "clipped_high": surrogate.clipped_high.sum(),
-        "correction_weight": weight_M.sum(),
-        "correction_dropped": (weight_M == 0).sum(),
-    }
-    if tokens.sampler is not None:
-        named["sampler_gap"] = (tokens.old - tokens.sampler).abs().sum()
-    # One transfer from the device instead of one per metric.
-    values = torch.stack([value.to(torch.float64) for value in named.values()]).tolist()
-    sums = dict(zip(named, values, strict=True))
-    sums["tokens"] = float(tokens.keep.numel())
-    sums["sequences"] = float(tokens.num_sequences)
-    return sums
-
-
-_NOT_PER_TOKEN = frozenset({"tokens", "sequences", "loss", "masked_nonfinite"})
-
-
-def add_sums(left: Mapping[str, float], right: Mapping[str, float]) -> dict[str, float]:
-    """Metrics of two micro-batches (or ranks) as those of both."""
-    return {name: left.get(name, 0.0) + right.get(name, 0.0) for name in {**left, **right}}
-
-
-def mean_metrics(sums: Mapping[str, float]) -> dict[str, float]:
-    """Per-token means of summed metrics; counts and the loss, already a share, stay sums."""
-    tokens = max(sums.get("tokens", 0.0), 1.0)
-    return {
-        name: value if name in _NOT_PER_TOKEN else value / tokens for name, value in sums.items()
-    }

@@ -5,7 +5,6 @@ log pi_theta - log pi_old as `log_ratio` gives it; `advantages_M` is constant in
 function returns the per-token loss, to be minimised, and which tokens its clip silenced.
 """
 
-from enum import StrEnum
 from typing import NamedTuple
 
 import torch
@@ -13,14 +12,6 @@ from torch import Tensor
 
 LOG_RATIO_LIMIT = 20.0
 """Log-ratios are clamped to this before `exp`: e^20 is still finite in bfloat16."""
-
-
-class Surrogate(StrEnum):
-    """Which surrogate the policy loss uses."""
-
-    ppo = "ppo"
-    gspo = "gspo"
-    cispo = "cispo"
 
 
 class SurrogateLoss(NamedTuple):
