@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 Row = dict[str, Any]
 """One line: numbers, strings, booleans, null, or a mapping of these (per task)."""
@@ -44,7 +44,7 @@ class MetricsWriter:
                 os.close(self._descriptor)
                 self._descriptor = -1
 
-    def __enter__(self) -> "MetricsWriter":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
