@@ -53,7 +53,7 @@ class TransferError(HpcError, OSError):
     """`put`, `get` or `diff` couldn't be done inside the sandbox: no such file, too large, ..."""
 
 
-class EnvironmentEnded(HpcError, RuntimeError):  # noqa: N818 - the name tells a state
+class EnvironmentEnded(HpcError, RuntimeError):
     """The environment is over, and not through a fault of the infrastructure."""
 
     def __init__(self, reason: EndReason, message: str) -> None:
