@@ -1,0 +1,53 @@
+"""Closed groups straight from the sealed shards. Opens only what the manifest names; writes nothing.
+
+Used by the learner on the shared file system, and by the export and the viewers.
+"""
+
+from collections import OrderedDict
+
+from prorl_hpc.buffer.manifest import ManifestTail
+from prorl_hpc.buffer.messages import GroupRef
+from prorl_hpc.buffer.shard import OpenShard, ShardDamaged
+from prorl_hpc.records import Group
+from prorl_hpc.run import Run
+
+MAX_OPEN_SHARDS = 32
+
+
+class GroupReader:
+    """Reads groups; keeps the last shards open. One thread."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._tail = ManifestTail(run.manifest)
+        self._open: OrderedDict[int, OpenShard] = OrderedDict()
+
+    def read(self, ref: GroupRef) -> Group:
+        """The group's usable trajectories. Raises ShardDamaged (with `.shard`), ManifestError."""
+        return Group(
+            group_id=ref.group_id,
+            kind=ref.kind,
+            task=ref.task,
+            instance_id=ref.instance_id,
+            trajectories=tuple(self._shard(shard).read(row) for shard, row in ref.members),
+        )
+
+    def close(self) -> None:
+        """Closes the files."""
+        while self._open:
+            self._open.popitem()[1].close()
+
+    def _shard(self, number: int) -> OpenShard:
+        if number in self._open:
+            self._open.move_to_end(number)
+            return self._open[number]
+        line = self._tail.shard(number)
+        if line is None:
+            raise ShardDamaged(
+                f"shard {number} is not in {self._run.manifest} (or was quarantined)", shard=number
+            )
+        shard = OpenShard(self._run.shard(number), number=number, sha256=line.sha256)
+        self._open[number] = shard
+        while len(self._open) > MAX_OPEN_SHARDS:
+            self._open.popitem(last=False)[1].close()
+        return shard
