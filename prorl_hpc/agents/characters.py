@@ -4,12 +4,9 @@ One token per character, so nothing merges and every text has exactly one tokeni
 characters become `<unk>`; `prorl_hpc.agents.render` refuses prompts that hold them.
 """
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 from prorl_hpc.recipe import RecipeError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
 
 PAD, EOS, BOS, UNKNOWN, SEPARATOR = SPECIAL = ("<pad>", "<eos>", "<bos>", "<unk>", "<sep>")
 """Ids 0 to 4, in this order; the characters follow in the order given."""
@@ -21,8 +18,8 @@ CHAT_TEMPLATE = (
 """The text of the user, then the separator; the answer of the assistant ends with `<eos>`."""
 
 
-def build_character_tokenizer(characters: str) -> "PreTrainedTokenizerFast":
-    """A tokenizer with one token per distinct character of `characters` and five special ones.
+def build_character_tokenizer(characters: str) -> Any:
+    """A PreTrainedTokenizerFast with one token per distinct character of `characters` and five special ones.
 
     Raises RecipeError when `characters` is empty.
     """
@@ -36,7 +33,8 @@ def build_character_tokenizer(characters: str) -> "PreTrainedTokenizerFast":
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     backend.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(
+    make: Any = PreTrainedTokenizerFast
+    tokenizer = make(
         tokenizer_object=backend,
         pad_token=PAD,
         eos_token=EOS,
