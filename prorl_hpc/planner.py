@@ -1,0 +1,189 @@
+"""Recipe to Plan: which jobs a run is made of, and whether the site has room. Pure, no I/O."""
+
+import sys
+from pathlib import Path
+
+from hpc.errors import SiteError
+from hpc.plan import Job, Plan, Resources
+from hpc.site import Placement, Site
+from prorl_hpc.recipe import Recipe, RecipeError
+
+LEARNER_GRACE_SECONDS = 300
+"""Warning before the learner's walltime: longer than a sharded checkpoint, plus 60 s."""
+
+GRACE_SECONDS = 120
+
+
+def make_plan(
+    recipe: Recipe, site: Site, *, run_directory: Path, python: str = sys.executable
+) -> Plan:
+    """The jobs of a run; raises SiteError or PlanError for what the site can't give."""
+    beside = _colocated(recipe)
+    jobs = [_rollout(recipe, site, run_directory, python, after="learner" if beside else "buffer")]
+    if beside:
+        jobs.insert(0, _learner(recipe, site, run_directory, python, module="prorl_hpc.colocated"))
+    else:
+        jobs.insert(0, _buffer(recipe, site, run_directory, python))
+        jobs.append(_learner(recipe, site, run_directory, python, after=("buffer",)))
+    plan = Plan(run=recipe.name, run_directory=str(run_directory), jobs=tuple(jobs))
+    hours = plan.node_hours()
+    if site.max_node_hours is not None and hours > site.max_node_hours:
+        raise SiteError(
+            f"the plan takes {hours:.1f} node-hours per walltime, above "
+            f"site.max_node_hours={site.max_node_hours:g}; lower rollout.nodes, learner.nodes or a "
+            f"walltime_minutes"
+        )
+    return plan
+
+
+def adjustments(recipe: Recipe, site: Site) -> list[str]:
+    """What the site's limits changed of the recipe's wishes, in words."""
+    wishes = [
+        ("rollout", recipe.rollout.cpus_per_node, recipe.rollout.walltime_minutes),
+        ("learner", recipe.learner.cpus_per_node, recipe.learner.walltime_minutes),
+    ]
+    if not _colocated(recipe):
+        wishes.insert(0, ("buffer", recipe.buffer.cpus, recipe.buffer.walltime_minutes))
+    notes: list[str] = []
+    for role, cpus, minutes in wishes:
+        place = site.placement(role)
+        if place.cpus_per_node is not None and cpus > place.cpus_per_node:
+            notes.append(f"{role}: {cpus} cores per node -> {place.cpus_per_node}, the node's own")
+        if place.max_walltime_minutes is not None and minutes > place.max_walltime_minutes:
+            notes.append(
+                f"{role}: walltime {minutes} min -> {place.max_walltime_minutes}, the limit of "
+                f"partition {place.partition}; its job chains over as many as it needs"
+            )
+    return notes
+
+
+def _colocated(recipe: Recipe) -> bool:
+    if recipe.buffer.colocate not in ("none", "learner"):
+        raise RecipeError(
+            f"buffer.colocate={recipe.buffer.colocate!r} is unknown; choose none or learner"
+        )
+    return recipe.buffer.colocate == "learner"
+
+
+def _buffer(recipe: Recipe, site: Site, directory: Path, python: str) -> Job:
+    wanted = recipe.buffer
+    resources = _resources(
+        site,
+        "buffer",
+        nodes=1,
+        cpus=wanted.cpus,
+        memory_mib=wanted.memory_mib,
+        gpus=0,
+        minutes=wanted.walltime_minutes,
+        memory_key="buffer.memory_mib",
+    )
+    return Job(
+        name="buffer",
+        role="buffer",
+        command=(python, "-m", "prorl_hpc.buffer", "--run", str(directory)),
+        resources=resources,
+        grace_seconds=_grace(resources, GRACE_SECONDS),
+        environment=_threads(resources, 1),
+    )
+
+
+def _rollout(recipe: Recipe, site: Site, directory: Path, python: str, *, after: str) -> Job:
+    wanted = recipe.rollout
+    resources = _resources(
+        site,
+        "rollout",
+        nodes=1,
+        cpus=wanted.cpus_per_node,
+        memory_mib=wanted.memory_mib,
+        gpus=wanted.gpus_per_node,
+        minutes=wanted.walltime_minutes,
+        memory_key="rollout.memory_mib",
+    )
+    return Job(
+        name="rollout",
+        role="rollout",
+        command=(python, "-m", "prorl_hpc.rollout", "--run", str(directory)),
+        resources=resources,
+        array_size=wanted.nodes,
+        after=(after,),
+        grace_seconds=_grace(resources, GRACE_SECONDS),
+        environment=_threads(resources, 1),
+    )
+
+
+def _learner(
+    recipe: Recipe,
+    site: Site,
+    directory: Path,
+    python: str,
+    *,
+    module: str = "prorl_hpc.learner",
+    after: tuple[str, ...] = (),
+) -> Job:
+    wanted = recipe.learner
+    resources = _resources(
+        site,
+        "learner",
+        nodes=wanted.nodes,
+        cpus=wanted.cpus_per_node,
+        memory_mib=wanted.memory_mib,
+        gpus=wanted.gpus_per_node,
+        minutes=wanted.walltime_minutes,
+        memory_key="learner.memory_mib",
+    )
+    return Job(
+        name="learner",
+        role="learner",
+        command=(python, "-m", module, "--run", str(directory)),
+        resources=resources,
+        after=after,
+        grace_seconds=_grace(resources, LEARNER_GRACE_SECONDS),
+        environment=_threads(resources, wanted.ranks_per_node),
+    )
+
+
+def _resources(
+    site: Site,
+    role: str,
+    *,
+    nodes: int,
+    cpus: int,
+    memory_mib: int,
+    gpus: int,
+    minutes: int,
+    memory_key: str,
+) -> Resources:
+    place = site.placement(role)
+    _check_room(site, role, place, nodes=nodes, memory_mib=memory_mib, memory_key=memory_key)
+    return Resources(
+        nodes=nodes,
+        cpus_per_node=min(cpus, place.cpus_per_node or cpus),
+        memory_mib=memory_mib,
+        gpus_per_node=gpus,
+        walltime_minutes=min(minutes, place.max_walltime_minutes or minutes),
+    )
+
+
+def _check_room(
+    site: Site, role: str, place: Placement, *, nodes: int, memory_mib: int, memory_key: str
+) -> None:
+    if place.max_nodes is not None and nodes > place.max_nodes:
+        raise SiteError(
+            f"{role}.nodes={nodes} exceeds {place.max_nodes} on partition {place.partition!r} of "
+            f"site {site.name!r}; choose fewer or raise site.placements.{role}.max_nodes"
+        )
+    if place.memory_mib is not None and memory_mib > place.memory_mib:
+        raise SiteError(
+            f"{memory_key}={memory_mib} exceeds the {place.memory_mib} MiB of a node on partition "
+            f"{place.partition!r} of site {site.name!r}; lower it"
+        )
+
+
+def _grace(resources: Resources, wanted: int) -> int:
+    """At most a quarter of the walltime, so that short jobs still work."""
+    return max(1, min(wanted, resources.walltime_minutes * 60 // 4))
+
+
+def _threads(resources: Resources, processes: int) -> tuple[tuple[str, str], ...]:
+    """Threads per process: more than the job's cores make every one slower."""
+    return (("OMP_NUM_THREADS", str(max(1, resources.cpus_per_node // processes))),)
