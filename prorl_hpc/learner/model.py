@@ -1,0 +1,210 @@
+"""The policy network: built, sharded, loaded, gathered. Knows transformers and FSDP2; no data.
+
+Shapes: T packed tokens of a micro-batch, M of them predicted, D hidden size.
+
+    directory (safetensors) --load--> network --wrap--> PolicyModel --fully_shard--> ranks
+                                                             |
+                                  gather, one tensor at a time, on rank 0 (publish, export)
+
+Master weights, gradients and optimizer state are float32; `bfloat16` only changes what the layers
+compute in. The LM head runs inside the root module's forward, where its weight is whole.
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hpc.errors import UserError
+from prorl_hpc.learner import attention
+from prorl_hpc.learner.attention import DocumentLayout
+from prorl_hpc.learner.distributed import Ranks
+from prorl_hpc.learner.lm_head import TokenLogprobs, token_logprobs
+from prorl_hpc.learner.weights import open_weights
+from prorl_hpc.recipe import ModelConfig
+
+PREFIX = "network."
+"""What `PolicyModel` puts before the names of the network's parameters."""
+
+
+class ModelError(UserError, ValueError):
+    """A model that can't be built or loaded; the message names the path and the remedy."""
+
+
+class PolicyModel(nn.Module):
+    """Log-probabilities of chosen tokens of a packed micro-batch."""
+
+    def __init__(self, network: nn.Module, *, dtype: torch.dtype, chunk_tokens: int) -> None:
+        super().__init__()
+        self.network = network
+        self.dtype = dtype
+        self.chunk_tokens = chunk_tokens
+        self.autocasts = dtype != torch.float32
+        """Off once FSDP's own mixed precision is used."""
+
+    def forward(
+        self,
+        tokens_T: Tensor,
+        layout: DocumentLayout,
+        predictors_M: Tensor,
+        targets_M: Tensor,
+        temperatures_M: Tensor,
+        with_entropy: bool = False,
+    ) -> TokenLogprobs:
+        """Log-probability of `targets_M` after the tokens at `predictors_M`, and the entropy."""
+        network: Any = self.network
+        extra = {}
+        if network.config._attn_implementation == attention.NAME:
+            extra["layout"] = layout
+        with self._precision(tokens_T.device):
+            output = network.base_model(
+                input_ids=tokens_T[None],
+                position_ids=layout.position_ids,
+                use_cache=False,
+                **extra,
+            )
+        hidden_MD = output.last_hidden_state[0][predictors_M].to(self.dtype)
+        return token_logprobs(
+            hidden_MD,
+            network.get_output_embeddings().weight,
+            targets_M,
+            temperature=temperatures_M,
+            with_entropy=with_entropy,
+            chunk_tokens=self.chunk_tokens,
+        )
+
+    def _precision(self, device: torch.device) -> AbstractContextManager[Any]:
+        if not self.autocasts:
+            return nullcontext()
+        return torch.autocast(device.type, dtype=self.dtype)
+
+    def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters by the network's own names; a tied head appears once."""
+        for name, parameter in self.named_parameters():
+            yield name.removeprefix(PREFIX), parameter
+
+
+def compute_dtype(config: ModelConfig) -> torch.dtype:
+    """`model.dtype` as torch's type; raises ModelError for another."""
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    if config.dtype not in known:
+        raise ModelError(f"model.dtype={config.dtype!r} is unknown; choose float32 or bfloat16")
+    return known[config.dtype]
+
+
+def build_policy(
+    directory: Path, config: ModelConfig, *, ranks: Ranks, chunk_tokens: int
+) -> PolicyModel:
+    """The policy of `directory` on this rank's device, sharded when there are several ranks."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
+
+    attention.register()
+    try:
+        settings = AutoConfig.from_pretrained(directory)
+    except (OSError, ValueError) as err:
+        raise ModelError(f"model {directory} has no usable config.json: {err}") from err
+    # Dropout would make the ratio of new to old log-probabilities differ from 1 at no update.
+    settings.attention_dropout = 0.0
+    with no_init_weights():
+        network = AutoModelForCausalLM.from_config(
+            settings,
+            dtype=torch.float32,
+            attn_implementation=attention.choose(config.attention, device=ranks.device.type),
+        )
+    network.tie_weights()
+    if config.activation_checkpointing:
+        network.gradient_checkpointing_enable({"use_reentrant": False})
+    model = PolicyModel(network, dtype=compute_dtype(config), chunk_tokens=chunk_tokens)
+    model.train()
+    if ranks.world > 1:
+        _shard(model, ranks=ranks)
+    model.to(ranks.device)
+    load_weights(model, directory)
+    return model
+
+
+def decoder_layers(network: Any) -> list[nn.Module]:
+    """The repeated blocks of a decoder; raises ModelError for another architecture."""
+    layers = getattr(network.base_model, "layers", None)
+    if layers is None:
+        raise ModelError(
+            f"model type {network.config.model_type!r} has no decoder layers that can be sharded; "
+            "use a Qwen2, Qwen3 or Llama type of model"
+        )
+    return list(layers)
+
+
+def _shard(model: PolicyModel, *, ranks: Ranks) -> None:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    mesh = ranks.mesh()
+    low = model.dtype if model.dtype != torch.float32 else None
+    precision = MixedPrecisionPolicy(
+        param_dtype=low, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
+    for layer in decoder_layers(model.network):
+        fully_shard(layer, mesh=mesh, mp_policy=precision)
+    fully_shard(model, mesh=mesh, mp_policy=precision)
+    model.autocasts = False
+
+
+def load_weights(model: PolicyModel, directory: Path) -> None:
+    """Copies a directory's weights into the (sharded) parameters, one tensor at a time."""
+    stored = open_weights(directory)
+    with torch.no_grad():
+        for name, parameter in model.named_weights():
+            if name not in stored:
+                raise ModelError(f"model {directory} lacks {name!r}; its config doesn't match it")
+            full = stored.get(name)
+            if full.shape != parameter.shape:
+                raise ModelError(
+                    f"model {directory}: {name!r} has shape {tuple(full.shape)}, its config says "
+                    f"{tuple(parameter.shape)}"
+                )
+            copy_full(parameter, full)
+    reshard(model)
+
+
+def copy_full(parameter: Tensor, full: Tensor) -> None:
+    """Fills a plain or sharded tensor from a full one that every rank has."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    value = full.to(parameter.device, parameter.dtype)
+    if isinstance(parameter, DTensor):
+        value = distribute_tensor(
+            value, parameter.device_mesh, parameter.placements, src_data_rank=None
+        )
+    parameter.copy_(value)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's shard of a parameter (the parameter itself with one rank)."""
+    from torch.distributed.tensor import DTensor
+
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def reshard(model: PolicyModel) -> None:
+    """Drops gathered copies of the root's parameters, so that changed shards are seen."""
+    from torch.distributed.fsdp import FSDPModule
+
+    if isinstance(model, FSDPModule):
+        model.reshard()
+
+
+def gather_weights(model: PolicyModel, *, dtype: torch.dtype, ranks: Ranks) -> dict[str, Tensor]:
+    """All weights on the CPU of rank 0, by name; other ranks take part and get nothing."""
+    from torch.distributed.tensor import DTensor
+
+    weights: dict[str, Tensor] = {}
+    for name, parameter in model.named_weights():
+        value = parameter.detach()
+        if isinstance(value, DTensor):
+            value = value.full_tensor()
+        if ranks.is_first:
+            weights[name] = value.to("cpu", dtype, copy=True)
+    return weights
