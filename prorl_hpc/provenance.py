@@ -1,4 +1,4 @@
-"""Where a run came from: versions, commit, host, command line. Reads the machine, changes nothing."""
+"""Where a run came from: versions, commit, host, command line. Reads the machine only."""
 
 import getpass
 import importlib.metadata

@@ -5,7 +5,6 @@ import difflib
 import types
 import typing
 from collections.abc import Iterator, Mapping
-from functools import cache
 from typing import Any
 
 from hpc.site import Site
@@ -63,7 +62,6 @@ def _child(annotation: Any, part: str) -> Any:
     return None
 
 
-@cache
 def _fields(cls: Any) -> dict[str, Any]:
     hints = typing.get_type_hints(cls)
     found = {field.name: _plain(hints[field.name]) for field in dataclasses.fields(cls)}

@@ -1,0 +1,115 @@
+"""What a user can have got wrong that only files tell: model paths, data sets. Starts nothing."""
+
+import dataclasses
+import json
+import os
+import re
+from pathlib import Path
+
+from prorl_hpc.recipe import ModelConfig, Recipe, RecipeError
+
+RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
+def check_name(name: str) -> str:
+    """Returns the run's name; raises RecipeError when it can't be a directory and a job name."""
+    if not RUN_NAME.fullmatch(name):
+        raise RecipeError(
+            f"name={name!r} can't name a run; use letters, digits, '.', '_' and '-', at most 100"
+        )
+    return name
+
+
+def localise(recipe: Recipe) -> Recipe:
+    """The recipe with relative paths made absolute: jobs start in other directories."""
+    tasks = {
+        name: dataclasses.replace(
+            task, data=_absolute(task.data), validation_data=_absolute(task.validation_data)
+        )
+        for name, task in recipe.tasks.items()
+    }
+    model = recipe.model
+    if model.path is not None and Path(model.path).expanduser().exists():
+        model = dataclasses.replace(model, path=_absolute(model.path))
+    run_root = str(Path(recipe.run_root).expanduser().resolve())
+    return dataclasses.replace(recipe, tasks=tasks, model=model, run_root=run_root)
+
+
+def check_inputs(recipe: Recipe) -> list[str]:
+    """Raises RecipeError for what no job could work with; returns what only a real submit needs."""
+    notes = _check_model(recipe.model)
+    for name, task in recipe.tasks.items():
+        for label in ("data", "validation_data"):
+            path = getattr(task, label)
+            if path is not None:
+                _check_data(f"tasks.{name}.{label}", Path(path))
+    return notes
+
+
+def _absolute(path: str | None) -> str | None:
+    return None if path is None else str(Path(path).expanduser().resolve())
+
+
+def _check_model(model: ModelConfig) -> list[str]:
+    if model.path is None:
+        if not model.config or not model.vocabulary:
+            raise RecipeError(
+                "model.path is null, and model.config or model.vocabulary is empty; name a model "
+                "directory, or choose model=tiny"
+            )
+        return []
+    path = Path(model.path).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise RecipeError(
+                f"model.path={model.path!r} holds no config.json; give a transformers model"
+            )
+        return []
+    if path.exists():
+        raise RecipeError(f"model.path={model.path!r} is a file; give the model's directory")
+    if not HUB_NAME.fullmatch(model.path):
+        raise RecipeError(f"model.path={model.path!r} doesn't exist; give a model's directory")
+    if _cached(model.path):
+        return []
+    note = (
+        f"model.path={model.path!r} is neither a directory nor in the Hugging Face cache "
+        f"({_cache()}); fetch it first on a machine with network: hf download {model.path}"
+    )
+    return [note]
+
+
+def _cache() -> Path:
+    home = os.environ.get("HF_HOME") or "~/.cache/huggingface"
+    return Path(os.environ.get("HF_HUB_CACHE") or f"{home}/hub").expanduser()
+
+
+def _cached(name: str) -> bool:
+    snapshots = _cache() / f"models--{name.replace('/', '--')}" / "snapshots"
+    return snapshots.is_dir() and any(snapshots.glob("*/config.json"))
+
+
+def _check_data(key: str, path: Path) -> None:
+    try:
+        size = path.stat().st_size
+        if path.is_dir():
+            raise RecipeError(f"{key}={str(path)!r} is a directory; give a JSON lines file")
+        if size == 0:
+            raise RecipeError(f"{key}={str(path)!r} is empty; give at least one problem")
+        if path.suffix == ".jsonl":
+            _check_first_line(key, path)
+    except OSError as err:
+        raise RecipeError(f"{key}={str(path)!r} can't be read: {err.strerror}") from err
+
+
+def _check_first_line(key: str, path: Path) -> None:
+    with path.open("rb") as stream:
+        line = next((text for text in stream if text.strip()), None)
+    if line is None:
+        raise RecipeError(f"{key}={str(path)!r} holds only blank lines; give at least one problem")
+    try:
+        row = json.loads(line)
+    except ValueError as err:
+        raise RecipeError(f"{key}={str(path)!r}: its first line isn't JSON ({err})") from err
+    if not isinstance(row, dict):
+        raise RecipeError(f"{key}={str(path)!r}: its first line isn't a JSON object")

@@ -1,0 +1,57 @@
+"""Runs by name or path. Looks at directories, opens nothing but the frozen files."""
+
+import os
+from pathlib import Path
+
+import msgspec
+
+from hpc.errors import RunNotFound
+from hpc.plan import Plan
+from hpc.site import Site
+from prorl_hpc.run import Run
+
+ROOT_VARIABLE = "PRORL_RUN_ROOT"
+
+
+def run_root() -> Path:
+    """Where names are looked up: $PRORL_RUN_ROOT, else ./runs."""
+    return Path(os.environ.get(ROOT_VARIABLE) or "runs").expanduser()
+
+
+def find_run(name: str) -> Run:
+    """The run of that name or path; raises RunNotFound naming the runs that there are."""
+    candidates = [run_root() / name] if "/" not in name else []
+    candidates.append(Path(name).expanduser())
+    for candidate in candidates:
+        run = Run(candidate.resolve())
+        if run.recipe.is_file():
+            return run
+    known = [run.name for run in list_runs(run_root())]
+    there = f"runs there: {', '.join(known)}" if known else "there are no runs there"
+    raise RunNotFound(
+        f"run {name!r} isn't in {run_root()} ({there}); give its directory or set {ROOT_VARIABLE}"
+    )
+
+
+def list_runs(root: Path) -> list[Run]:
+    """All run directories below `root`, the newest last."""
+    if not root.is_dir():
+        return []
+    runs = [Run(path.resolve()) for path in root.iterdir() if (path / "recipe.yaml").is_file()]
+    return sorted(runs, key=lambda run: (run.recipe.stat().st_mtime, run.name))
+
+
+def load_plan(run: Run) -> Plan:
+    """The frozen plan; raises RunNotFound when the file can't be read."""
+    try:
+        return msgspec.json.decode(run.plan.read_bytes(), type=Plan)
+    except (OSError, msgspec.DecodeError) as err:
+        raise RunNotFound(f"plan of run {run.name!r} can't be read: {err}; submit again") from err
+
+
+def load_site(run: Run) -> Site:
+    """The frozen site; raises RunNotFound when the file can't be read."""
+    try:
+        return msgspec.json.decode(run.site.read_bytes(), type=Site)
+    except (OSError, msgspec.DecodeError) as err:
+        raise RunNotFound(f"site of run {run.name!r} can't be read: {err}; submit again") from err
