@@ -159,10 +159,10 @@ def session_members(scratch: Path, table: dict[int, ProcessInfo]) -> list[int]:
     members = [info.pid for info in table.values() if info.session == session]
     if leader is not None:
         return members if leader.started < written + 2.0 else []
-    return [pid for pid in members if _is_helper(pid)]
+    return [pid for pid in members if is_helper(pid)]
 
 
-def _is_helper(pid: int) -> bool:
+def is_helper(pid: int) -> bool:
     """A file-system helper of a container runtime that lost its parent."""
     try:
         return b"/mnt/session/" in (PROC / str(pid) / "cmdline").read_bytes()
@@ -204,7 +204,7 @@ def end_sandbox(scratch: Path, *, token: str, grace_seconds: float = 5.0) -> boo
         send(pid, signal.SIGKILL)
     end = time.monotonic() + (grace_seconds if inits else 0.0)
     while time.monotonic() < end and members():
-        time.sleep(0.005)
+        time.sleep(0.01)
     return kill_all(members, deadline_seconds=grace_seconds)
 
 
