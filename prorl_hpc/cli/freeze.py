@@ -6,21 +6,17 @@ A run that was started keeps its recipe; one that never was (a dry run) may be w
 import contextlib
 import fcntl
 import os
-import shlex
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import msgspec
 import yaml
 
 from hpc.errors import UserError
-from hpc.files import asset_directory, publish
+from hpc.files import publish
 from hpc.plan import Plan
-from hpc.render import SHAPES, Interpreter, render
-from hpc.site import Backend, Site
+from hpc.prepare import prepare
+from hpc.site import Site
 from prorl_hpc.recipe import Recipe, dump_recipe
 from prorl_hpc.run import Run
 
@@ -37,19 +33,6 @@ class Frozen:
     site: Site
     plan: Plan
     provenance: str
-    scripts: dict[str, str]
-
-
-def render_scripts(plan: Plan, site: Site) -> dict[str, str]:
-    """Script name to text, as this installation renders it."""
-    directory = asset_directory("slurm_templates")
-    templates = {shape: (directory / f"{shape}.sbatch").read_text() for shape in SHAPES}
-    package_root = Path(__file__).resolve().parent.parent.parent
-    installed = package_root.name in ("site-packages", "dist-packages")
-    interpreter = Interpreter(
-        python=sys.executable, package_root=None if installed else str(package_root)
-    )
-    return render(plan, site, templates=templates, interpreter=interpreter)
 
 
 def was_started(run: Run) -> bool:
@@ -93,56 +76,14 @@ def submit_lock(run: Run) -> Iterator[None]:
 def _write(run: Run, frozen: Frozen, recipe_text: str) -> None:
     from prorl_hpc.buffer.keys import make_keys
 
-    roles = {job.role for job in frozen.plan.jobs}
-    # Slurm opens the logs itself and fails without a word when their directory is missing.
-    for directory in (run.scripts, run.endpoints, *(run.logs / role for role in sorted(roles))):
-        directory.mkdir(parents=True, exist_ok=True)
     make_keys(run)
+    scripts = {path.name for path in prepare(run, plan=frozen.plan, site=frozen.site)}
     for path in run.scripts.glob("*.sbatch"):
-        if path.stem not in frozen.scripts:
+        if path.name not in scripts:  # of an earlier dry run with other jobs
             path.unlink()
-    for name, text in frozen.scripts.items():
-        publish(run.script(name), data=text.encode(), mode=0o755)
-    publish(run.plan, data=_json(frozen.plan))
-    publish(run.site, data=_json(frozen.site))
     publish(run.provenance, data=frozen.provenance.encode())
-    publish(run.readme, data=_readme(run, frozen).encode())
     # Last: a directory with a recipe is a run.
     publish(run.recipe, data=recipe_text.encode())
-
-
-def _json(value: object) -> bytes:
-    return msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n"
-
-
-def _readme(run: Run, frozen: Frozen) -> str:
-    lines = [
-        f"Run {run.name} of prorl-hpc.",
-        "",
-        "recipe.yaml      what is trained; frozen: editing recipes changes nothing here",
-        "plan.json        jobs, resources, order",
-        "site.json        the cluster's facts that the scripts were rendered for",
-        "provenance.json  versions, commit, host, command line",
-        "scripts/         one script per job",
-        "logs/            logs/ROLE/INDEX/attempt-N/out.log; never overwritten",
-        "metrics/         JSON lines per role, TensorBoard events of the learner",
-        "policy/          published policy versions (safetensors); checkpoints/ to continue from",
-        "buffer/          every trajectory, as HDF5 shards with a manifest",
-        "secrets/         the run's keys; readable by you alone",
-        "",
-        f"prorl-hpc watch {run.name}     live progress",
-        f"prorl-hpc status {run.name}    jobs and what ails them",
-        f"prorl-hpc cancel {run.name}    end in good order; `resume` continues",
-        "",
-    ]
-    if frozen.site.backend is Backend.slurm:
-        lines += ["The same run by hand, in this order (each line prints a job id):", ""]
-        lines += [f"    cd {shlex.quote(str(run.root))}"]
-        lines += [f"    sbatch scripts/{name}.sbatch" for name in frozen.scripts]
-        lines += ["", "The jobs find each other through endpoints/ and wait a bounded time for it."]
-    else:
-        lines += ["This site has no Slurm: `prorl-hpc submit` supervises the scripts as processes."]
-    return "\n".join(lines) + "\n"
 
 
 def _difference(run: Run, text: str) -> str:

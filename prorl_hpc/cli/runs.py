@@ -3,11 +3,7 @@
 import os
 from pathlib import Path
 
-import msgspec
-
 from hpc.errors import RunNotFound
-from hpc.plan import Plan
-from hpc.site import Site
 from prorl_hpc.run import Run
 
 ROOT_VARIABLE = "PRORL_RUN_ROOT"
@@ -39,19 +35,3 @@ def list_runs(root: Path) -> list[Run]:
         return []
     runs = [Run(path.resolve()) for path in root.iterdir() if (path / "recipe.yaml").is_file()]
     return sorted(runs, key=lambda run: (run.recipe.stat().st_mtime, run.name))
-
-
-def load_plan(run: Run) -> Plan:
-    """The frozen plan; raises RunNotFound when the file can't be read."""
-    try:
-        return msgspec.json.decode(run.plan.read_bytes(), type=Plan)
-    except (OSError, msgspec.DecodeError) as err:
-        raise RunNotFound(f"plan of run {run.name!r} can't be read: {err}; submit again") from err
-
-
-def load_site(run: Run) -> Site:
-    """The frozen site; raises RunNotFound when the file can't be read."""
-    try:
-        return msgspec.json.decode(run.site.read_bytes(), type=Site)
-    except (OSError, msgspec.DecodeError) as err:
-        raise RunNotFound(f"site of run {run.name!r} can't be read: {err}; submit again") from err

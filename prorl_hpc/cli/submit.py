@@ -7,7 +7,7 @@ from pathlib import Path
 from hpc.errors import UserError
 from hpc.plan import Plan
 from hpc.site import Backend, Site
-from prorl_hpc.cli.freeze import Frozen, freeze, render_scripts, submit_lock, was_started
+from prorl_hpc.cli.freeze import Frozen, freeze, submit_lock, was_started
 from prorl_hpc.cli.table import table
 from prorl_hpc.recipe import Recipe, dump_recipe, site_of
 from prorl_hpc.run import Run
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     if args.follow or args.wait:
         from prorl_hpc.cli.watch import follow
 
-        return follow(run_, quiet=not args.follow)
+        return int(follow(run_, quiet=not args.follow))
     print(f"run directory: {run_.root}\nnext: prorl-hpc watch {run_.name}")
     return 0
 
@@ -84,6 +84,7 @@ def submit(
 
     Everything that can be wrong with the input is found before anything is queued.
     """
+    from hpc.prepare import check, check_cluster
     from prorl_hpc.cli.inputs import check_inputs
     from prorl_hpc.planner import adjustments, make_plan
     from prorl_hpc.provenance import provenance
@@ -92,6 +93,7 @@ def submit(
     run_ = Run(Path(recipe.run_root) / recipe.name)
     plan = make_plan(recipe, site, run_directory=run_.root)
     notes = adjustments(recipe, site)
+    check(plan, site)
     missing = check_inputs(recipe)
     if missing and not dry_run:
         raise UserError(missing[0])
@@ -100,15 +102,14 @@ def submit(
         site=site,
         plan=plan,
         provenance=provenance(argv, overrides=overrides),
-        scripts=render_scripts(plan, site),
     )
     if not quiet:
         print(describe(plan, site))
         for note in [*notes, *missing]:
             print(f"note: {note}")
     with submit_lock(run_):
-        if not dry_run:
-            _preflight(plan, site)
+        if not dry_run and site.backend is Backend.slurm:
+            check_cluster(plan, site)
         freeze(run_, frozen)
         if dry_run:
             print(f"\ndry run: nothing was started; scripts and plan are in {run_.root}")
@@ -142,18 +143,11 @@ def describe(plan: Plan, site: Site) -> str:
     )
 
 
-def _preflight(plan: Plan, site: Site) -> None:
-    """What the scheduler knows better than the site profile (partitions, their limits)."""
-    if site.backend is Backend.slurm:
-        from hpc.submit import check_site
-
-        check_site(plan, site)
-
-
 def _launch(run_: Run) -> str:
     from hpc import submit as backend
-    from prorl_hpc.cli.runs import load_plan, load_site
+    from hpc.prepare import load
 
     before = was_started(run_)
-    backend.launch(run_, load_plan(run_), load_site(run_))
+    plan, site = load(run_)
+    backend.launch(run_, plan, site)
     return f"run {run_.name} is {'already started' if before else 'started'}"
