@@ -64,11 +64,11 @@ def document_layout(lengths: list[int], *, device: torch.device | str = "cpu") -
 
 
 def document_attention(
-    module: nn.Module,
+    _module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    _mask: Tensor | None,
     *,
     scaling: float | None = None,
     dropout: float = 0.0,
@@ -112,7 +112,7 @@ def choose(requested: str, *, device: str) -> str:
     if requested != "auto":
         return NAME if requested == "documents" else requested
     if device != "cpu":
-        from transformers.utils import is_flash_attn_2_available
+        from transformers.utils.import_utils import is_flash_attn_2_available
 
         if is_flash_attn_2_available():
             return "flash_attention_2"

@@ -7,6 +7,7 @@ state at `predictors_M` predicts `targets_M`. What follows a trajectory's last s
 predicts nothing and is left out.
 """
 
+# ruff: noqa: N815 - names of tensors end in their shape
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

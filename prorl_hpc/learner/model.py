@@ -110,7 +110,7 @@ def build_policy(
     # Dropout would make the ratio of new to old log-probabilities differ from 1 at no update.
     settings.attention_dropout = 0.0
     with no_init_weights():
-        network = AutoModelForCausalLM.from_config(
+        network = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
             settings,
             dtype=torch.float32,
             attn_implementation=attention.choose(config.attention, device=ranks.device.type),

@@ -76,7 +76,7 @@ def save_weights(
     if len(parts) == 1:
         save_file(parts[0], directory / SINGLE, metadata={"format": "pt"})
         return
-    placed = {}
+    placed: dict[str, str] = {}
     for number, part in enumerate(parts, start=1):
         file = f"model-{number:05d}-of-{len(parts):05d}.safetensors"
         save_file(part, directory / file, metadata={"format": "pt"})
