@@ -1,0 +1,296 @@
+"""The engine for CPUs and small models: transformers in this process, batched in one thread.
+
+    event loop                         decode thread (owns the model)
+    generate() --- Request -------->   admit waiting -> step -> drop finished -> (load) -> ...
+        ^--- Completion -----------    between two steps only
+
+A new version is read from disk beside the running batch and swapped in between two steps. Requests
+in flight go on: the cache is computed again with the new weights, so every token's log-probability
+is that of the version stamped on it. In deterministic mode requests run one by one: the same seed
+gives bit-identical tokens, whatever else is asked for at the same time.
+"""
+
+import asyncio
+import contextlib
+import threading
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from prorl_hpc.inference.decode import Row, RunningBatch
+from prorl_hpc.inference.engine import Completion, EngineError, Sampling
+from prorl_hpc.policy import PolicyError, verify_policy
+
+CLOSE_SECONDS = 60.0
+"""Longest wait for the decode thread to end its current step."""
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class _Request:
+    row: Row
+    future: asyncio.Future[Completion]
+    loop: asyncio.AbstractEventLoop
+    cancelled: bool = False
+
+
+@dataclass(kw_only=True, slots=True)
+class _Swap:
+    version: int
+    weights: dict[str, Any]
+    done: threading.Event
+    error: Exception | None = None
+
+
+class TransformersEngine:
+    """One model in this process. `start` before anything else; one event loop."""
+
+    def __init__(
+        self,
+        *,
+        path: Path,
+        version: int,
+        max_batch: int = 32,
+        dtype: str = "float32",
+        attention: str = "auto",
+        deterministic: bool = False,
+    ) -> None:
+        self._path = path
+        self._start_version = version
+        self._max_batch = 1 if deterministic else max_batch
+        self._dtype = dtype
+        self._attention = attention
+        self._wake = threading.Condition()
+        self._waiting: deque[_Request] = deque()
+        self._swap: _Swap | None = None
+        self._closed = False
+        self._batch: RunningBatch | None = None
+        self._thread: threading.Thread | None = None
+        self._loading = asyncio.Lock()
+
+    @property
+    def version(self) -> int:
+        return self._batch.version if self._batch else self._start_version
+
+    async def start(self) -> None:
+        """Loads the model; raises EngineError."""
+        model = await asyncio.to_thread(self._load_model)
+        self._batch = RunningBatch(model, version=self._start_version)
+        self._thread = threading.Thread(target=self._decode_forever, name="decode", daemon=True)
+        self._thread.start()
+
+    async def generate(
+        self,
+        prompt_ids: tuple[int, ...],
+        *,
+        sampling: Sampling,
+        affinity: str = "",  # noqa: ARG002
+    ) -> Completion:
+        """Continues `prompt_ids`; `affinity` has no effect here (prefixes aren't kept)."""
+        self._check(prompt_ids, sampling)
+        row = Row(prompt_ids=prompt_ids, sampling=sampling, random=Random(sampling.seed))
+        loop = asyncio.get_running_loop()
+        request = _Request(row=row, future=loop.create_future(), loop=loop)
+        with self._wake:
+            if self._closed:
+                raise EngineError("the engine is closed")
+            self._waiting.append(request)
+            self._wake.notify()
+        try:
+            return await request.future
+        finally:
+            request.cancelled = True
+
+    async def load(self, version: int, *, path: Path) -> None:
+        """Moves to `version`; raises EngineError, with the old weights kept, if it can't."""
+        async with self._loading:
+            weights = await asyncio.to_thread(_read_weights, path, version)
+            swap = _Swap(version=version, weights=weights, done=threading.Event())
+            with self._wake:
+                if self._closed:
+                    raise EngineError("the engine is closed")
+                self._swap = swap
+                self._wake.notify()
+            await asyncio.to_thread(swap.done.wait)
+            if swap.error is not None:
+                raise EngineError(
+                    f"version {version} can't be loaded: {swap.error}"
+                ) from swap.error
+
+    async def close(self) -> None:
+        with self._wake:
+            self._closed = True
+            self._wake.notify()
+        if self._thread is not None:
+            await asyncio.to_thread(self._thread.join, CLOSE_SECONDS)
+        self._batch = None
+
+    def _load_model(self) -> Any:
+        import torch
+        from transformers import AutoModelForCausalLM
+        from transformers.utils import logging as transformers_logging
+
+        quiet: Any = transformers_logging.disable_progress_bar
+        quiet()
+        attention = "sdpa" if self._attention == "auto" else self._attention
+        try:
+            model: Any = AutoModelForCausalLM.from_pretrained(
+                str(self._path),
+                dtype=getattr(torch, self._dtype),
+                attn_implementation=attention,
+            )
+        except (OSError, ValueError, KeyError, RuntimeError, ImportError) as err:
+            raise EngineError(f"model {self._path} can't be loaded: {_first_line(err)}") from err
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        return model.to(device).eval()
+
+    def _check(self, prompt_ids: tuple[int, ...], sampling: Sampling) -> None:
+        if self._batch is None:
+            raise EngineError("the engine isn't started")
+        if not prompt_ids or sampling.max_new_tokens < 1:
+            raise EngineError(
+                f"a request of {len(prompt_ids)} prompt tokens and max_new_tokens="
+                f"{sampling.max_new_tokens} asks for nothing; give at least 1 of each"
+            )
+        size = self._batch.model.config.get_text_config().vocab_size
+        if not 0 <= min(prompt_ids) <= max(prompt_ids) < size:
+            raise EngineError(
+                f"token ids {min(prompt_ids)}..{max(prompt_ids)} leave the model's vocabulary of "
+                f"{size}; tokenizer and model don't belong together"
+            )
+
+    def _decode_forever(self) -> None:
+        assert self._batch is not None
+        running: dict[Row, _Request] = {}
+        while True:
+            with self._wake:
+                while not (self._closed or self._waiting or self._swap or running):
+                    self._wake.wait()
+                swap, self._swap = self._swap, None
+                admitted: list[_Request] = []
+                while self._waiting and len(running) + len(admitted) < self._max_batch:
+                    admitted.append(self._waiting.popleft())
+                if self._closed:
+                    admitted += self._waiting
+                    self._waiting.clear()
+                    break
+            self._turn(running, swap, [r for r in admitted if not r.cancelled])
+        if swap is not None:
+            swap.error = EngineError("the engine is closed")
+            swap.done.set()
+        for request in [*running.values(), *admitted]:
+            _fail(request, EngineError("the engine is closed"))
+
+    def _turn(
+        self, running: dict[Row, _Request], swap: _Swap | None, admitted: list[_Request]
+    ) -> None:
+        """One step of the batch; a failure is the requests' failure, not the thread's."""
+        batch = self._batch
+        assert batch is not None
+        try:
+            batch.leave([row for row, request in running.items() if request.cancelled])
+            for row in [row for row, request in running.items() if request.cancelled]:
+                del running[row]
+            if swap is not None:
+                _apply(batch, swap)
+            if batch.rows:
+                batch.step()
+            if admitted:
+                running.update({request.row: request for request in admitted})
+                batch.join([request.row for request in admitted])
+            finished = [row for row in batch.rows if row.finish_reason is not None]
+            batch.leave(finished)
+            for row in finished:
+                _finish(running.pop(row))
+        except Exception as err:  # whatever torch raises (memory, device, shapes)
+            batch.clear()
+            for request in running.values():
+                _fail(request, EngineError(f"decoding failed: {_first_line(err)}"))
+            running.clear()
+
+
+def _apply(batch: RunningBatch, swap: _Swap) -> None:
+    try:
+        _copy_weights(batch.model, swap.weights)
+    except (ValueError, RuntimeError) as err:
+        swap.error = err
+        swap.done.set()
+        return
+    batch.version = swap.version
+    swap.done.set()
+    batch.rebuild()
+
+
+def _copy_weights(model: Any, weights: dict[str, Any]) -> None:
+    """Replaces every parameter; raises ValueError with nothing changed if they don't fit."""
+    import torch
+
+    named = model.state_dict(keep_vars=True)
+    foreign = [n for n in weights if n not in named or named[n].shape != weights[n].shape]
+    filled: dict[int, str] = {}  # tied weights are one tensor under two names
+    for name in weights:
+        if name in named:
+            first = filled.setdefault(id(named[name]), name)
+            if first != name and not torch.equal(weights[first], weights[name]):
+                foreign.append(name)
+    missing = [n for n, tensor in model.named_parameters() if id(tensor) not in filled]
+    if missing or foreign:
+        raise ValueError(
+            f"weights don't fit the model: {len(missing)} missing (e.g. {missing[:1]}), "
+            f"{len(foreign)} unknown, untied or of another shape (e.g. {foreign[:1]})"
+        )
+    with torch.no_grad():
+        for name, tensor in weights.items():
+            named[name].copy_(tensor)
+
+
+def _read_weights(path: Path, version: int) -> dict[str, Any]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        manifest = verify_policy(path)
+        files = sorted(name for name in manifest.files if name.endswith(".safetensors"))
+        weights = {k: v for name in files for k, v in load_file(path / name).items()}
+    except (PolicyError, OSError, SafetensorError) as err:
+        raise EngineError(f"version {version} can't be read: {_first_line(err)}") from err
+    if manifest.version != version:
+        raise EngineError(f"{path} holds version {manifest.version}, not {version}")
+    if not weights:
+        raise EngineError(f"version {version} in {path} has no safetensors file")
+    return weights
+
+
+def _finish(request: _Request) -> None:
+    row = request.row
+    completion = Completion(
+        token_ids=tuple(row.token_ids),
+        logprobs=tuple(row.logprobs),
+        versions=tuple(row.versions),
+        finish_reason=row.finish_reason or "abort",
+    )
+
+    def resolve() -> None:
+        if not request.future.done():
+            request.future.set_result(completion)
+
+    _call(request.loop, resolve)
+
+
+def _fail(request: _Request, error: EngineError) -> None:
+    def resolve() -> None:
+        if not request.future.done():
+            request.future.set_exception(error)
+
+    _call(request.loop, resolve)
+
+
+def _call(loop: asyncio.AbstractEventLoop, function: Any) -> None:
+    with contextlib.suppress(RuntimeError):  # the loop is gone: nobody waits any more
+        loop.call_soon_threadsafe(function)
+
+
+def _first_line(err: BaseException) -> str:
+    lines = str(err).strip().splitlines()
+    return lines[0] if lines else repr(err)
