@@ -1,0 +1,67 @@
+"""Every check of a sandbox, the attacks too, as an ordinary user on real runtimes."""
+
+import os
+from pathlib import Path
+from typing import Protocol
+
+import pytest
+
+from tests.prorl_hpc.environment import checks
+from tests.prorl_hpc.environment.checks import ALL
+
+SCRIPT = Path(checks.__file__).resolve()
+
+
+class Person(Protocol):
+    def run(self, argv: list[str], *, timeout: float = ..., env: dict[str, str] | None = ...
+            ) -> "Done": ...  # fmt: skip
+
+
+class Done(Protocol):
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+class Container(Protocol):
+    user: Person
+    rootfs: Path
+    sif: Path
+
+
+def run(person: Person, backend: str, image: object, name: str) -> None:
+    # bare environment: nothing of the tests' own reaches the user
+    done = person.run(
+        ["python", "-B", str(SCRIPT), backend, str(image), name], timeout=500.0,
+        env={"PRORL_CYCLES": os.environ.get("PRORL_CYCLES", "100")},
+    )  # fmt: skip
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("name", ALL)
+def test_unpacked_directory(apptainer: Container, name: str) -> None:
+    run(apptainer.user, "apptainer", apptainer.rootfs, name)
+
+
+SIF_CHECKS = [
+    "state_persists", "files_travel_both_ways", "a_killed_worker_leaves_nothing", "many_at_once",
+    "everything_is_removed", "a_full_disk_is_stopped", "signals_to_everyone_stay_inside",
+]  # fmt: skip
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("name", SIF_CHECKS)
+def test_sif(apptainer: Container, name: str) -> None:
+    run(apptainer.user, "apptainer", apptainer.sif, name)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("name", ALL)
+def test_bubblewrap(apptainer: Container, name: str) -> None:
+    probe = apptainer.user.run(["bwrap", "--unshare-all", "--ro-bind", "/", "/", "true"])
+    if probe.returncode != 0:
+        pytest.skip(
+            "bubblewrap isn't installed or may not be used here: apt-get install bubblewrap"
+        )
+    run(apptainer.user, "bubblewrap", apptainer.rootfs, name)
