@@ -25,7 +25,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "resume": ("resume", "continue after cancel, crash or walltime"),
     "scale": ("scale", "change the number of rollout nodes of a running run"),
     "reset-reference": ("reset_reference", "ask the learner to reset its reference policy"),
-    "list": ("list", "runs, recipes, sites and other choices"),
+    "list": ("choices", "runs, recipes, sites and other choices"),
     "report": ("report", "write report.html with the curves of a run"),
     "show": ("show", "read the trajectories of a group"),
     "eval": ("evaluate", "pass@k of a run, a checkpoint or a model"),

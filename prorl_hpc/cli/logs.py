@@ -1,0 +1,86 @@
+"""`prorl-hpc logs`: what a role printed."""
+
+import argparse
+import time
+from collections import deque
+from pathlib import Path
+
+from hpc.errors import UserError
+from prorl_hpc.cli.runs import find_run
+from prorl_hpc.run import Run
+
+POLL_SECONDS = 0.5
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="Print the newest attempt's output of a role.")
+    parser.add_argument("run", help="name or directory of the run")
+    parser.add_argument("role", nargs="?", default="learner", help="buffer, rollout or learner")
+    parser.add_argument("index", nargs="?", type=int, default=0, help="array index (0)")
+    parser.add_argument("--attempt", type=int, help="the newest, unless given")
+    parser.add_argument("--lines", type=int, default=100, help="how many, 0 for all (100)")
+    parser.add_argument("--follow", "-f", action="store_true", help="go on as more is written")
+    parser.add_argument("--path", action="store_true", help="print the directory and stop")
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    run_ = find_run(args.run)
+    directory = attempt_directory(run_, args.role, index=args.index, attempt=args.attempt)
+    if args.path:
+        print(directory)
+        return 0
+    files = sorted(directory.glob("*.log"))
+    for path in files:
+        if len(files) > 1:
+            print(f"==> {path} <==")
+        print_tail(path, lines=args.lines)
+    if args.follow:
+        follow(run_, args.role, index=args.index, start=directory)
+    return 0
+
+
+def attempt_directory(run_: Run, role: str, *, index: int, attempt: int | None) -> Path:
+    """Logs of an attempt; raises UserError naming what there is."""
+    base = run_.job_logs(role, index=index)
+    attempts = sorted(
+        int(p.name[8:]) for p in base.glob("attempt-*") if p.is_dir() and p.name[8:].isdigit()
+    )
+    if not attempts:
+        roles = sorted(p.name for p in run_.logs.iterdir()) if run_.logs.is_dir() else []
+        raise UserError(
+            f"{role} {index} of run {run_.name!r} has no attempt yet; roles with logs: "
+            f"{', '.join(roles) or 'none'}; `prorl-hpc status {run_.name}` says what it waits for"
+        )
+    if attempt is not None and attempt not in attempts:
+        raise UserError(f"attempt {attempt} of {role} {index} isn't there; choose of {attempts}")
+    return run_.attempt_logs(role, index=index, attempt=attempt or attempts[-1])
+
+
+def print_tail(path: Path, *, lines: int) -> None:
+    with path.open(errors="replace") as stream:
+        for line in deque(stream, maxlen=lines or None):
+            print(line, end="")
+
+
+def follow(run_: Run, role: str, *, index: int, start: Path) -> None:
+    """Prints what is appended, and moves on to a newer attempt when there is one; until Ctrl-C."""
+    offsets = {path: path.stat().st_size for path in start.glob("*.log")}
+    directory = start
+    while True:
+        for path in sorted(directory.glob("*.log")):
+            offsets[path] = _print_from(path, offsets.get(path, 0))
+        newest = attempt_directory(run_, role, index=index, attempt=None)
+        if newest != directory:
+            print(f"==> {newest} <==", flush=True)
+            directory = newest
+        time.sleep(POLL_SECONDS)
+
+
+def _print_from(path: Path, offset: int) -> int:
+    with path.open("rb") as stream:
+        stream.seek(offset)
+        data = stream.read()
+    if data:
+        print(data.decode(errors="replace"), end="", flush=True)
+    return offset + len(data)

@@ -1,0 +1,65 @@
+"""Live progress as lines of text. Pure: rows in, lines out; reads no file, knows no terminal."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from prorl_hpc.observe.history import number, reset_of, validation_of
+from prorl_hpc.observe.metrics import Row
+
+COLUMNS = (
+    ("stage", 10),
+    ("step", 11),
+    ("reward", 7),
+    ("KL", 8),
+    ("stale", 6),
+    ("groups/s", 8),
+    ("tokens/s", 8),
+)
+
+
+def header() -> str:
+    """Titles of the columns of `step_line`."""
+    return "  ".join(title.rjust(width) for title, width in COLUMNS)
+
+
+def step_line(row: Row, *, steps: int, groups_per_second: float | None = None) -> str:
+    """One row of the learner's metrics."""
+    rate = number(row, "groups_per_second")
+    cells = (
+        str(row.get("stage") or "train"),
+        f"{row.get('step', '-')}/{steps}",
+        _number(number(row, "reward"), ".3f"),
+        _number(number(row, "kl"), ".4f"),
+        _number(number(row, "staleness"), ".2f"),
+        _number(groups_per_second if rate is None else rate, ".1f"),
+        _number(number(row, "tokens_per_second"), ".0f"),
+    )
+    line = "  ".join(cell.rjust(width) for cell, (_, width) in zip(cells, COLUMNS, strict=True))
+    reset = reset_of(row)
+    return line if reset is None else f"{line}\n{reset_line(reset.reason)}"
+
+
+def reset_line(reason: str) -> str:
+    """A reset of the reference policy."""
+    return f"{'reset':>10}  the reference is the policy now: {reason}"
+
+
+def validation_line(row: Row) -> str | None:
+    """One line of validation.jsonl; None when it holds no score."""
+    found = validation_of(row)
+    if found is None:
+        return None
+    tasks = ", ".join(f"{name} {score:.3f}" for name, score in sorted(found.by_task.items()))
+    return f"{'validation':>10}  step {found.step}: {found.score:.3f}" + (
+        f" ({tasks})" if len(found.by_task) > 1 else ""
+    )
+
+
+def warmup_line(row: Mapping[str, Any], *, steps: int) -> str:
+    """One row of the supervised stage."""
+    loss = _number(number(row, "loss"), ".3f")
+    return f"{'warmup':>10}  {row.get('step', '-')}/{steps}".ljust(25) + f"loss {loss}"
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)

@@ -1,0 +1,118 @@
+"""Groups of a run's buffer as readable text. Reads shards; decodes with the run's tokenizer."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from hpc.errors import UserError
+from prorl_hpc.records import Group, Trajectory
+from prorl_hpc.run import Run
+
+Decode = Callable[[Sequence[int]], str]
+
+
+class GroupMissing(UserError, KeyError):
+    """No closed group of that number."""
+
+    __str__ = Exception.__str__
+
+
+def read_group(run: Run, group_id: int) -> Group:
+    """The group's usable trajectories; raises GroupMissing naming what there is."""
+    from prorl_hpc.buffer.manifest import Closed, valid_lines
+    from prorl_hpc.buffer.messages import GroupRef
+    from prorl_hpc.buffer.reader import GroupReader
+
+    known: list[int] = []
+    found: Closed | None = None
+    for line in valid_lines(run.manifest):
+        if isinstance(line, Closed):
+            known.append(line.group)
+            if line.group == group_id:
+                found = line
+    if found is None:
+        there = f"closed: {min(known)} to {max(known)}" if known else "none is closed yet"
+        raise GroupMissing(f"group {group_id} of run {run.name!r} isn't in its buffer ({there})")
+    members = tuple((shard, row) for _, shard, row, usable in sorted(found.rollouts) if usable)
+    reader = GroupReader(run)
+    try:
+        return reader.read(
+            GroupRef(
+                group_id=found.group,
+                kind=found.kind,
+                task=found.task,
+                instance_id=found.instance_id,
+                members=members,
+                num_rollouts=found.num_rollouts,
+            )
+        )
+    finally:
+        reader.close()
+
+
+def load_decoder(run: Run) -> Decode:
+    """Token ids to text; raises UserError when the run has no tokenizer file yet."""
+    path = _tokenizer_file(run)
+    if path is None:
+        raise UserError(
+            f"run {run.name!r} has no tokenizer.json yet (neither in start/ nor in policy/); "
+            "use --ids"
+        )
+    try:
+        from tokenizers import Tokenizer
+    except ImportError as err:
+        raise UserError("package tokenizers is missing; pip install 'prorl-hpc[learner]'") from err
+    tokenizer = Tokenizer.from_file(str(path))
+
+    def decode(ids: Sequence[int]) -> str:
+        return str(tokenizer.decode(list(ids), skip_special_tokens=False))
+
+    return decode
+
+
+def _tokenizer_file(run: Run) -> Path | None:
+    candidates = [run.model_start / "tokenizer.json"]
+    if run.policies.is_dir():
+        candidates += sorted(run.policies.glob("v*/tokenizer.json"), reverse=True)
+    return next((path for path in candidates if path.is_file()), None)
+
+
+def describe_group(group: Group, *, decode: Decode, only: int | None = None) -> str:
+    """Every trajectory with its reward; what the policy sampled stands between bars."""
+    parts = [
+        f"group {group.group_id}: {group.kind.value}, task {group.task}, "
+        f"instance {group.instance_id}, {len(group.trajectories)} usable rollouts"
+    ]
+    for one in group.trajectories:
+        if only is None or one.rollout_index == only:
+            parts.append(describe_trajectory(one, decode=decode))
+    return "\n\n".join(parts)
+
+
+def describe_trajectory(one: Trajectory, *, decode: Decode) -> str:
+    """One attempt: outcome, reward, and its text by segments."""
+    reward = "none" if one.reward is None else f"{one.reward:g}"
+    facts = [
+        f"rollout {one.rollout_index}: reward {reward}, {one.outcome.value}, "
+        f"ended by {one.finish_reason}, {int(one.loss_mask.sum())} of {len(one.tokens)} tokens "
+        f"sampled, oldest policy version {one.oldest_version}",
+    ]
+    if one.components:
+        facts.append(
+            "components: " + ", ".join(f"{k} {v:g}" for k, v in sorted(one.components.items()))
+        )
+    if one.detail:
+        facts.append(f"detail: {one.detail}")
+    for sampled, ids in segments(one):
+        text = decode(ids)
+        facts.append(f"--- {'policy' if sampled else 'given'} ---\n{text}")
+    return "\n".join(facts)
+
+
+def segments(one: Trajectory) -> list[tuple[bool, list[int]]]:
+    """Stretches of tokens: (whether the policy sampled them, ids)."""
+    found: list[tuple[bool, list[int]]] = []
+    for token, mask in zip(one.tokens.tolist(), one.loss_mask.tolist(), strict=True):
+        if not found or found[-1][0] != bool(mask):
+            found.append((bool(mask), []))
+        found[-1][1].append(token)
+    return found
