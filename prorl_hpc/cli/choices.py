@@ -1,6 +1,7 @@
 """`prorl-hpc list`: runs, and what recipes can choose from."""
 
 import argparse
+import textwrap
 from pathlib import Path
 
 from prorl_hpc.cli.runs import list_runs, run_root
@@ -62,8 +63,13 @@ def _options(group: str, recipe_dir: Path | None) -> str:
 
 
 def _summary(path: Path) -> str:
-    """The first comment of the file that isn't Hydra's."""
+    """The first sentence of the file's opening comment."""
+    words: list[str] = []
     for line in path.read_text().splitlines():
-        if line.startswith("#") and "@package" not in line:
-            return line.lstrip("# ").rstrip()
-    return ""
+        if not line.startswith("#"):
+            break
+        if "@package" not in line:
+            words.append(line.lstrip("# ").rstrip())
+    text = " ".join(words)
+    end = text.find(". ")
+    return textwrap.shorten(text if end < 0 else text[:end], 90, placeholder=" ...")

@@ -10,8 +10,8 @@ from prorl_hpc.cli.runs import find_run
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        description="Copy a published policy version, checked against its hashes, as a Hugging Face "
-        "model directory."
+        description="Copy a published policy version, checked against its hashes, as a model "
+        "directory in Hugging Face form."
     )
     parser.add_argument("run", help="name or directory of the run")
     parser.add_argument("output", type=Path, help="directory to make")

@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     if args.follow or args.wait:
         from prorl_hpc.cli.watch import follow
 
-        return int(follow(run_, quiet=not args.follow))
+        return follow(run_, quiet=not args.follow)
     print(f"run directory: {run_.root}\nnext: prorl-hpc watch {run_.name}")
     return 0
 
@@ -144,10 +144,10 @@ def describe(plan: Plan, site: Site) -> str:
 
 
 def _launch(run_: Run) -> str:
-    from hpc import submit as backend
     from hpc.prepare import load
+    from hpc.submit import launch
 
     before = was_started(run_)
     plan, site = load(run_)
-    backend.launch(run_, plan, site)
+    launch(run_.root, plan, site)
     return f"run {run_.name} is {'already started' if before else 'started'}"

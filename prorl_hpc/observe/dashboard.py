@@ -63,3 +63,8 @@ def warmup_line(row: Mapping[str, Any], *, steps: int) -> str:
 
 def _number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
+
+
+def is_reset_row(row: Row) -> bool:
+    """Whether the row reports a reset of the reference."""
+    return reset_of(row) is not None

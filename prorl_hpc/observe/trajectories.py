@@ -78,10 +78,11 @@ def _tokenizer_file(run: Run) -> Path | None:
 
 def describe_group(group: Group, *, decode: Decode, only: int | None = None) -> str:
     """Every trajectory with its reward; what the policy sampled stands between bars."""
-    parts = [
+    title = (
         f"group {group.group_id}: {group.kind.value}, task {group.task}, "
         f"instance {group.instance_id}, {len(group.trajectories)} usable rollouts"
-    ]
+    )
+    parts = [title]
     for one in group.trajectories:
         if only is None or one.rollout_index == only:
             parts.append(describe_trajectory(one, decode=decode))
@@ -91,11 +92,12 @@ def describe_group(group: Group, *, decode: Decode, only: int | None = None) -> 
 def describe_trajectory(one: Trajectory, *, decode: Decode) -> str:
     """One attempt: outcome, reward, and its text by segments."""
     reward = "none" if one.reward is None else f"{one.reward:g}"
-    facts = [
+    title = (
         f"rollout {one.rollout_index}: reward {reward}, {one.outcome.value}, "
         f"ended by {one.finish_reason}, {int(one.loss_mask.sum())} of {len(one.tokens)} tokens "
-        f"sampled, oldest policy version {one.oldest_version}",
-    ]
+        f"sampled, oldest policy version {one.oldest_version}"
+    )
+    facts = [title]
     if one.components:
         facts.append(
             "components: " + ", ".join(f"{k} {v:g}" for k, v in sorted(one.components.items()))

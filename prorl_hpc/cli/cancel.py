@@ -1,0 +1,23 @@
+"""`prorl-hpc cancel`: end a run in good order."""
+
+import argparse
+
+from prorl_hpc.cli.runs import find_run
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description="End the run's jobs: the learner writes a checkpoint first, nothing comes back "
+        "by itself. `prorl-hpc resume` continues."
+    )
+    parser.add_argument("run", help="name or directory of the run")
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    from hpc.submit import cancel
+
+    run_ = find_run(args.run)
+    cancel(run_.root)
+    print(f"run {run_.name} ends; `prorl-hpc resume {run_.name}` continues it")
+    return 0

@@ -1,0 +1,162 @@
+"""`prorl-hpc watch`: live progress from the metrics files and the states of the jobs."""
+
+import argparse
+import time
+from dataclasses import dataclass, field
+
+from hpc.site import Backend
+from hpc.status import ALIVE, JobState, Phase, states
+from prorl_hpc.cli.runs import find_run
+from prorl_hpc.observe.dashboard import (
+    header,
+    is_reset_row,
+    step_line,
+    validation_line,
+    warmup_line,
+)
+from prorl_hpc.observe.history import is_step
+from prorl_hpc.observe.metrics import MetricsTail, Row
+from prorl_hpc.recipe import Recipe, load_recipe, site_of
+from prorl_hpc.run import Run
+
+POLL_SECONDS = 0.5
+LOCAL_STATES_SECONDS = 2.0
+SLURM_STATES_SECONDS = 60.0
+HEADER_LINES = 25
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description="Live progress: stage, step, reward, KL, staleness, groups/s, validation, "
+        "resets. Ctrl-C stops watching; the run goes on."
+    )
+    parser.add_argument("run", help="name or directory of the run")
+    parser.add_argument("--from-now", action="store_true", help="leave out what happened already")
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    return follow(find_run(args.run), from_now=args.from_now)
+
+
+def follow(run_: Run, *, quiet: bool = False, from_now: bool = False) -> int:
+    """Prints progress until the run ends: 0 when its learner finished, else 1 with the reason."""
+    recipe = load_recipe(run_.recipe)
+    pace = SLURM_STATES_SECONDS
+    if site_of(recipe).backend is Backend.local:
+        pace = LOCAL_STATES_SECONDS
+    printer = _Printer(recipe=recipe, run=run_, quiet=quiet)
+    if from_now:
+        printer.skip()
+    asked = -pace
+    while True:
+        found: list[JobState] | None = None
+        if time.monotonic() - asked >= pace:
+            found = states(run_)
+            asked = time.monotonic()
+        printer.rows()
+        if found is not None:
+            printer.jobs(found)
+            if is_over(found, local=pace == LOCAL_STATES_SECONDS):
+                printer.rows()
+                return verdict(run_, found)
+        time.sleep(POLL_SECONDS)
+
+
+def is_over(found: list[JobState], *, local: bool) -> bool:
+    """Whether nothing of the run is going to happen any more.
+
+    On Slurm an unknown job may come back into sight, so the watch goes on.
+    """
+    going = ALIVE if local else (*ALIVE, Phase.unknown)
+    return not any(state.phase in going for state in found)
+
+
+def verdict(run_: Run, found: list[JobState]) -> int:
+    """Prints how the run ended; 0 when the learner finished its work."""
+    learner = [state for state in found if state.role == "learner"]
+    if learner and all(state.phase is Phase.finished for state in learner):
+        print(f"run {run_.name} is done")
+        return 0
+    for state in found:
+        if state.phase is not Phase.finished:
+            where = f"{state.job} {state.index}" if state.index else state.job
+            print(f"{where}: {state.phase.value}: {state.reason or 'no reason known'}")
+    print(f"see prorl-hpc logs {run_.name} ROLE; prorl-hpc resume {run_.name} goes on")
+    return 1
+
+
+@dataclass(kw_only=True, slots=True)
+class _Printer:
+    """Prints new rows once, with titles now and then."""
+
+    recipe: Recipe
+    run: Run
+    quiet: bool
+    _learner: MetricsTail = field(init=False)
+    _validation: MetricsTail = field(init=False)
+    _lines: int = 0
+    _last_time: float | None = None
+    _jobs: str = ""
+
+    def __post_init__(self) -> None:
+        self._learner = MetricsTail(self.run.metrics("learner"))
+        self._validation = MetricsTail(self.run.validation)
+
+    def skip(self) -> None:
+        self._learner.read()
+        self._validation.read()
+
+    def rows(self) -> None:
+        for row in self._learner.read():
+            self._learner_row(row)
+        for row in self._validation.read():
+            line = validation_line(row)
+            if line is not None:
+                self._say(line)
+
+    def jobs(self, found: list[JobState]) -> None:
+        """One line whenever the jobs' states changed."""
+        line = summary(found)
+        if line != self._jobs:
+            self._jobs = line
+            self._say(f"{'jobs':>10}  {line}")
+
+    def _learner_row(self, row: Row) -> None:
+        if row.get("stage") == "warmup":
+            steps = self.recipe.warmup.steps
+            step = row.get("step")
+            if not isinstance(step, int) or step % 20 == 0 or step == steps:
+                self._say(warmup_line(row, steps=steps))
+        elif is_step(row) or is_reset_row(row):
+            if self._lines % HEADER_LINES == 0:
+                self._say(header())
+            self._lines += 1
+            self._say(step_line(row, steps=self.recipe.steps, groups_per_second=self._rate(row)))
+
+    def _rate(self, row: Row) -> float | None:
+        now, before = row.get("time"), self._last_time
+        if not isinstance(now, int | float):
+            return None
+        self._last_time = float(now)
+        if before is None or now <= before:
+            return None
+        return self.recipe.algorithm.batch_groups / (now - before)
+
+    def _say(self, line: str) -> None:
+        if not self.quiet:
+            print(line, flush=True)
+
+
+def summary(found: list[JobState]) -> str:
+    """`buffer running, rollout 2 running 1 pending, learner running`."""
+    words: dict[str, dict[str, int]] = {}
+    for state in found:
+        counts = words.setdefault(state.job, {})
+        counts[state.phase.value] = counts.get(state.phase.value, 0) + 1
+    parts = []
+    for job, counts in words.items():
+        many = sum(counts.values()) > 1
+        told = " ".join(f"{n} {phase}" if many else phase for phase, n in sorted(counts.items()))
+        parts.append(f"{job} {told}")
+    return ", ".join(parts)
