@@ -74,3 +74,22 @@ class RunDirectory:
     def progress(self, role: str, *, index: int) -> Path:
         """A number that grows with the role's progress; chains stop when it doesn't."""
         return self.root / "progress" / f"{role}-{index}"
+
+    def desired(self, job: str) -> Path:
+        """How many tasks of an array the user wants, once `scale` changed the plan's number."""
+        return self.root / "desired" / job
+
+    @property
+    def supervisor(self) -> Path:
+        """Local backend: locked by the one supervisor of the run while it lives."""
+        return self.root / "supervisor.lock"
+
+    def attempt_start(self, role: str, *, index: int, attempt: int) -> Path:
+        return self.attempt_logs(role, index=index, attempt=attempt) / "start.json"
+
+    def attempt_exit(self, role: str, *, index: int, attempt: int) -> Path:
+        return self.attempt_logs(role, index=index, attempt=attempt) / "exit.json"
+
+    def resumed(self, role: str, *, index: int) -> Path:
+        """Last attempt before the user resumed: a chain without progress counts from there."""
+        return self.job_logs(role, index=index) / "resumed"

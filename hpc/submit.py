@@ -1,0 +1,363 @@
+"""Launch, cancel, resume and scale a run, on Slurm or on this machine.
+
+Idempotent through the ledger: an intent with a token is written before every `sbatch`, and the
+token stands in the job's comment, so that a submission that was interrupted is found again
+instead of doubled. Knows no learning.
+"""
+
+import contextlib
+import fcntl
+import os
+import secrets
+import signal
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from hpc import ledger, local, slurm
+from hpc.errors import PlanError, RunNotFound, SubmitError
+from hpc.files import publish
+from hpc.ledger import format_indexes, parse_indexes
+from hpc.plan import Job, Plan
+from hpc.prepare import (
+    check,
+    check_cluster,
+    indexes_of,
+    interpreter,
+    load,
+    prepare,
+    templates,
+    unfinished,
+)
+from hpc.render import Chunk, chunk, comment, render_chunk
+from hpc.rundir import RunDirectory
+from hpc.site import Backend, Site
+from hpc.status import ALIVE, JobState, Phase, states
+
+SETTLE_SECONDS = 60.0
+"""Beyond the grace time, how long a resume waits for jobs that are still ending."""
+
+
+def launch(run_directory: Path, plan: Plan, site: Site) -> None:
+    """Prepares the run directory and starts every job that wasn't started before.
+
+    Launching twice doubles nothing. Raises PlanError, SiteError or SubmitError before anything is
+    queued where that can be known.
+    """
+    run = RunDirectory(Path(run_directory))
+    check(plan, site)
+    if site.backend is Backend.slurm:
+        check_cluster(plan, site)
+    run.root.mkdir(parents=True, exist_ok=True)
+    with _alone(run):
+        if run.stop_request.exists():
+            raise SubmitError(f"run {run.name!r} was cancelled; `prorl-hpc resume` goes on")
+        prepare(run, plan=plan, site=site)
+        if site.backend is Backend.local:
+            if not local.submitted(run):
+                local.start(run)
+            return
+        wanted = {job.name: indexes_of(run, job) for job in plan.jobs}
+        submit(run, plan, site, wanted=_without(wanted, _submitted(run)))
+
+
+def submit(
+    run: RunDirectory, plan: Plan, site: Site, *, wanted: Mapping[str, tuple[int, ...]]
+) -> dict[str, list[str]]:
+    """Queues the wanted indexes of each job; returns the new Slurm job ids by job.
+
+    Submissions that an earlier call began are taken over. Raises SubmitError with Slurm's words.
+    """
+    adopted = _adopt(run)
+    ids: dict[str, list[str]] = {}
+    for job in plan.ordered():
+        covered = adopted.get(job.name, set())
+        missing = tuple(index for index in wanted.get(job.name, ()) if index not in covered)
+        dependencies = [job_id for name in job.after for job_id in ids.get(name, ())]
+        ids[job.name] = [
+            _submit_part(run, plan, site, job=job, part=part, indexes=part_indexes,
+                         dependencies=dependencies)
+            for part, part_indexes in _parts(job, site, missing)
+        ]  # fmt: skip
+    return ids
+
+
+def _parts(
+    job: Job, site: Site, indexes: tuple[int, ...]
+) -> Iterator[tuple[Chunk, tuple[int, ...]]]:
+    """The chunks that hold the indexes, each with those that it holds."""
+    if job.array_size is None:
+        if indexes:
+            yield Chunk(job=job.name, number=0, index_offset=0, size=None, limit=None), indexes
+        return
+    size = site.max_array_size
+    highest = max(*indexes, job.array_size - 1) if indexes else 0
+    for number in sorted({index // size for index in indexes}):
+        inside = tuple(index for index in indexes if index // size == number)
+        yield chunk(job, site, number=number, count=highest // size + 1), inside
+
+
+def _submit_part(
+    run: RunDirectory,
+    plan: Plan,
+    site: Site,
+    *,
+    job: Job,
+    part: Chunk,
+    indexes: tuple[int, ...],
+    dependencies: list[str],
+) -> str:
+    script = run.script(part.name)
+    if not script.exists():  # the array was scaled beyond its last chunk
+        text = render_chunk(
+            plan, site, job=job, part=part, templates=templates(), interpreter=interpreter()
+        )
+        publish(script, data=text.encode(), mode=0o755)
+    token = secrets.token_hex(8)
+    text_indexes = None if part.size is None else format_indexes(indexes)
+    options = [f"--comment={comment(plan, job)} token={token}"]
+    if part.size is not None:
+        limit = f"%{part.limit}" if part.limit is not None else ""
+        tasks = format_indexes([index - part.index_offset for index in indexes])
+        options.append(f"--array={tasks}{limit}")
+    if dependencies:
+        options.append(f"--dependency=after:{':'.join(dependencies)}")
+    intent = ledger.Intent(
+        time=time.time(), job=job.name, token=token, script=script.name, indexes=text_indexes
+    )
+    ledger.append(run.ledger, entry=intent)
+    try:
+        job_id = slurm.submit(script, options=options)
+    except SubmitError as err:
+        raise SubmitError(f"job {job.name!r} wasn't queued: {err}") from err
+    _record_submit(run, intent=intent, job_id=job_id, offset=part.index_offset)
+    return job_id
+
+
+def _record_submit(run: RunDirectory, *, intent: ledger.Intent, job_id: str, offset: int) -> None:
+    entry = ledger.Submit(
+        time=time.time(),
+        job=intent.job,
+        token=intent.token,
+        job_id=job_id,
+        indexes=intent.indexes,
+        index_offset=offset,
+    )
+    ledger.append(run.ledger, entry=entry)
+
+
+def _adopt(run: RunDirectory) -> dict[str, set[int]]:
+    """Finds submissions that were begun but not recorded, by the token in the job's comment."""
+    entries = ledger.read(run.ledger).entries
+    known = {entry.token for entry in entries if isinstance(entry, ledger.Submit)}
+    open_intents = [
+        entry for entry in entries if isinstance(entry, ledger.Intent) and entry.token not in known
+    ]
+    if not open_intents:
+        return {}
+    by_token = {
+        row.comment.rpartition("token=")[2]: row.job_id.split("_")[0]
+        for row in slurm.queue()
+        if "token=" in row.comment
+    }
+    _, site = load(run)
+    adopted: dict[str, set[int]] = {}
+    for intent in open_intents:
+        job_id = by_token.get(intent.token)
+        if job_id is None:
+            continue
+        indexes = parse_indexes(intent.indexes)
+        offset = indexes[0] // site.max_array_size * site.max_array_size
+        _record_submit(run, intent=intent, job_id=job_id, offset=offset)
+        adopted.setdefault(intent.job, set()).update(indexes)
+    return adopted
+
+
+def _submitted(run: RunDirectory) -> set[tuple[str, int]]:
+    """(job, index) that were queued before, or started by hand with sbatch."""
+    found: set[tuple[str, int]] = set()
+    for entry in ledger.read(run.ledger).entries:
+        if isinstance(entry, ledger.Submit):
+            found.update((entry.job, index) for index in parse_indexes(entry.indexes))
+        elif isinstance(entry, ledger.Start):
+            found.add((entry.job, entry.index))
+    return found
+
+
+def _without(
+    wanted: Mapping[str, tuple[int, ...]], known: set[tuple[str, int]]
+) -> dict[str, tuple[int, ...]]:
+    return {
+        name: tuple(index for index in indexes if (name, index) not in known)
+        for name, indexes in wanted.items()
+    }
+
+
+def cancel(run_directory: Path) -> None:
+    """Ends the run in good order: jobs get SIGTERM and their grace time, none comes back.
+
+    Raises RunNotFound, or SubmitError when Slurm can't be asked; the stop request stands anyway.
+    """
+    run = RunDirectory(Path(run_directory))
+    _, site = load(run)
+    publish(run.stop_request, data=b"cancelled by the user\n")
+    now = time.time()
+    if site.backend is Backend.local:
+        local.notify(run, number=signal.SIGTERM)
+        return
+    found = states(run)
+    with contextlib.suppress(SubmitError):
+        for job, indexes in _adopt(run).items():  # half-made submissions belong to the run too
+            found += [state for state in states(run) if state.job == job and state.index in indexes]
+    _end_on_slurm(run, [state for state in found if state.phase in (*ALIVE, Phase.unknown)], now)
+
+
+def _end_on_slurm(run: RunDirectory, found: list[JobState], now: float) -> None:
+    """Pending jobs are taken off the queue, running ones asked to end."""
+    by_job: dict[str, list[int]] = {}
+    for state in found:
+        if state.job_id:
+            by_job.setdefault(state.job, []).append(state.index)
+    plan, _ = load(run)
+    for name, indexes in by_job.items():
+        text = None if plan.job(name).array_size is None else format_indexes(indexes)
+        entry = ledger.Cancel(time=now, job=name, indexes=text, reason="by the user")
+        ledger.append(run.ledger, entry=entry)
+    waiting = [s.job_id for s in found if s.job_id and s.phase is not Phase.running]
+    running = [s.job_id for s in found if s.job_id and s.phase is Phase.running]
+    if waiting:
+        slurm.cancel(waiting)
+    if running:
+        slurm.cancel(running, signal="TERM")
+
+
+def resume(run_directory: Path) -> None:
+    """Starts again what isn't running and isn't finished; waits for what is still ending.
+
+    Raises RunNotFound, or SubmitError where jobs don't end in time.
+    """
+    run = RunDirectory(Path(run_directory))
+    plan, site = load(run)
+    check(plan, site)
+    if site.backend is Backend.slurm:
+        check_cluster(plan, site)
+    with _alone(run):
+        if run.stop_request.exists():
+            _settle(run, plan, site)
+            run.stop_request.unlink(missing_ok=True)
+        elif site.backend is Backend.local and local.supervisor_pid(run) is not None:
+            return
+        found = states(run)
+        if site.backend is Backend.slurm:
+            trouble = [s.reason for s in found if s.phase is Phase.unknown and "squeue" in s.reason]
+            if trouble:
+                raise SubmitError(f"can't tell what is running: {trouble[0]}")
+        wanted = {job.name: indexes_of(run, job) for job in plan.jobs}
+        finished = {(s.job, s.index) for s in found if s.phase is Phase.finished}
+        alive = {(s.job, s.index) for s in found if s.phase in ALIVE and s.job_id}
+        needed = _without(unfinished(plan, finished=finished, wanted=wanted), alive)
+        _record_resume(run, plan, needed, found)
+        if site.backend is Backend.local:
+            local.wait_gone(run, seconds=SETTLE_SECONDS)
+            local.start(run)
+        else:
+            submit(run, plan, site, wanted=needed)
+
+
+def _settle(run: RunDirectory, plan: Plan, site: Site) -> None:
+    seconds = SETTLE_SECONDS + max((job.grace_seconds for job in plan.jobs), default=0)
+    if site.backend is Backend.local:
+        if not local.wait_gone(run, seconds=seconds):
+            raise SubmitError(f"run {run.name!r} is still ending after {seconds:.0f} s; try again")
+        return
+    until = time.monotonic() + seconds
+    while still := [s for s in states(run) if s.phase is Phase.running]:
+        if time.monotonic() >= until:
+            raise SubmitError(
+                f"job {still[0].job_id} ({still[0].job}) is still ending after {seconds:.0f} s; "
+                "try again, or end it with scancel"
+            )
+        time.sleep(1.0)
+
+
+def _record_resume(
+    run: RunDirectory,
+    plan: Plan,
+    needed: Mapping[str, tuple[int, ...]],
+    found: list[JobState],
+) -> None:
+    """Notes the resume; chains without progress are counted from here."""
+    attempts = {(state.job, state.index): state.attempt for state in found}
+    for job in plan.jobs:
+        indexes = needed[job.name]
+        if not indexes:
+            continue
+        for index in indexes:
+            path = run.resumed(job.role, index=index)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(str(attempts.get((job.name, index), 0)))
+        text = None if job.array_size is None else format_indexes(indexes)
+        ledger.append(run.ledger, entry=ledger.Resume(time=time.time(), job=job.name, indexes=text))
+
+
+def scale(run_directory: Path, job_name: str, count: int) -> None:
+    """Changes how many tasks of an array run, while the run goes on.
+
+    `job_name` may also be a role that one array has. Fewer: the highest indexes end in good
+    order. Raises PlanError for a job without an array or a count below 1.
+    """
+    run = RunDirectory(Path(run_directory))
+    plan, site = load(run)
+    job = _array_job(plan, job_name)
+    if count < 1:
+        raise PlanError(f"{count} tasks of {job.name!r} are too few; give at least 1")
+    if run.stop_request.exists():
+        raise SubmitError(f"run {run.name!r} was cancelled; `prorl-hpc resume` goes on")
+    with _alone(run):
+        run.desired(job.name).parent.mkdir(exist_ok=True)
+        publish(run.desired(job.name), data=f"{count}\n".encode())
+        if site.backend is Backend.local:
+            if not local.notify(run, number=signal.SIGHUP):
+                raise SubmitError(f"run {run.name!r} isn't running; `prorl-hpc resume` goes on")
+            return
+        found = [state for state in states(run) if state.job == job.name]
+        surplus = [s for s in found if s.index >= count and s.phase in (*ALIVE, Phase.unknown)]
+        _end_on_slurm(run, surplus, time.time())
+        kept = {
+            (state.job, state.index)
+            for state in found
+            if (state.phase in ALIVE and state.job_id) or state.phase is Phase.finished
+        }
+        needed = _without({job.name: tuple(range(count))}, kept)
+        if needed[job.name]:
+            _record_resume(run, plan, {j.name: needed.get(j.name, ()) for j in plan.jobs}, found)
+        submit(run, plan, site, wanted=needed)
+
+
+def _array_job(plan: Plan, name: str) -> Job:
+    arrays = [job for job in plan.jobs if job.array_size is not None]
+    for job in arrays:
+        if name == job.name:
+            return job
+    by_role = [job for job in arrays if job.role == name]
+    if len(by_role) == 1:
+        return by_role[0]
+    known = ", ".join(job.name for job in arrays) or "none"
+    raise PlanError(f"{name!r} is no array of this run; arrays are: {known}")
+
+
+@contextlib.contextmanager
+def _alone(run: RunDirectory) -> Iterator[None]:
+    """One command at a time changes a run. Raises SubmitError while another does."""
+    try:
+        descriptor = os.open(run.root / "submit.lock", os.O_RDWR | os.O_CREAT, 0o644)
+    except FileNotFoundError as err:
+        raise RunNotFound(f"{run.root} is no run directory") from err
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as err:
+        raise SubmitError(f"another prorl-hpc is changing run {run.name!r}; try again") from err
+    else:
+        yield
+    finally:
+        os.close(descriptor)
