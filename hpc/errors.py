@@ -52,3 +52,11 @@ class SandboxError(HpcError, RuntimeError):
 
 class IsolationError(UserError, RuntimeError):
     """An isolation feature that this site doesn't give; the message holds the admin's fix."""
+
+
+class EndpointTimeout(HpcError, TimeoutError):
+    """A role didn't publish where it listens in time; the message names it and its last state."""
+
+
+class FanoutError(UserError, RuntimeError):
+    """A fan-out over a job array that can't be started."""
