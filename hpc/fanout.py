@@ -78,9 +78,9 @@ def _executor(site: Site, *, role: str, resources: Resources, directory: Path, a
     if resources.nodes != 1:
         raise SiteError(f"nodes={resources.nodes} for fan-out {role!r}; each call gets one node")
     if site.backend is Backend.local:
-        executor = submitit.LocalExecutor(folder=directory)
-        executor.update_parameters(timeout_min=resources.walltime_minutes)
-        return executor
+        local = submitit.LocalExecutor(folder=directory)
+        local.update_parameters(timeout_min=resources.walltime_minutes)
+        return local
     placement = site.placement(role)
     extra: dict[str, object] = {
         name: value

@@ -97,8 +97,7 @@ def prepare(run: RunDirectory, *, plan: Plan, site: Site) -> list[Path]:
     """
     check(plan, site)
     scripts = render(plan, site, templates=templates(), interpreter=interpreter())
-    data = msgspec.json.format(msgspec.json.encode(plan)) + b"\n"
-    if run.ledger.exists() and run.plan.exists() and run.plan.read_bytes() != data:
+    if run.ledger.exists() and run.plan.exists() and load(run)[0] != plan:
         raise SubmitError(f"{run.root} was launched with another plan; choose another run name")
     for job in plan.jobs:
         (run.logs / job.role).mkdir(parents=True, exist_ok=True)
@@ -108,7 +107,7 @@ def prepare(run: RunDirectory, *, plan: Plan, site: Site) -> list[Path]:
         publish(run.script(name), data=text.encode(), mode=0o755)
     publish(run.site, data=msgspec.json.format(msgspec.json.encode(site)) + b"\n")
     publish(run.readme, data=readme(plan, site).encode())
-    publish(run.plan, data=data)
+    publish(run.plan, data=msgspec.json.format(msgspec.json.encode(plan)) + b"\n")
     return [run.script(name) for name in scripts]
 
 

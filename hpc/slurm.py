@@ -17,6 +17,9 @@ from hpc.errors import SiteError, SubmitError
 
 TIMEOUT_SECONDS = 60.0
 _LEAKING = ("SLURM_", "SBATCH_", "SRUN_", "SQUEUE_", "PMI", "MASTER_", "PRORL_")
+_KEPT = ("SLURM_CONF",)
+"""Says which cluster, not which job."""
+
 _NO_DATE = ("", "N/A", "None", "Unknown", "(null)")
 
 
@@ -48,7 +51,11 @@ class Partition:
 
 def scrubbed(environment: Mapping[str, str]) -> dict[str, str]:
     """`environment` without the variables that a job hands to nested submissions."""
-    return {name: value for name, value in environment.items() if not name.startswith(_LEAKING)}
+    return {
+        name: value
+        for name, value in environment.items()
+        if name in _KEPT or not name.startswith(_LEAKING)
+    }
 
 
 def call(argv: Sequence[str], *, timeout_seconds: float = TIMEOUT_SECONDS) -> str:

@@ -1,6 +1,6 @@
 """What a job's script does around its command: claims the attempt, records its end.
 
-Called by the scripts as `python -m hpc.start begin|end|scratch|resubmitted`. Knows what an end
+Called by the scripts as `python -m hpc.start begin|end|scratch|resubmit`. Knows what an end
 means only through `hpc.attempts`; runs no command of the job itself.
 """
 
@@ -280,6 +280,16 @@ def end(context: Context, *, code: int, asked: str, environment: Mapping[str, st
     return word
 
 
+def resubmit(context: Context, *, script: Path, environment: Mapping[str, str]) -> str:
+    """Submits the script again for this index alone; returns the new job's id."""
+    task = environment.get("SLURM_ARRAY_TASK_ID")
+    new_id = slurm.submit(script, options=[f"--array={task}"] if task else [])
+    new_id += f"_{task}" if task else ""
+    attempt = int(environment["PRORL_ATTEMPT"])
+    _requeued(context, attempt=attempt, new_id=new_id, how="resubmit")
+    return new_id
+
+
 def _requeued(context: Context, *, attempt: int, new_id: str, how: str) -> None:
     entry = ledger.Requeue(
         time=time.time(),
@@ -301,8 +311,8 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     ending.add_argument("--asked", default="")
     scratch = commands.add_parser("scratch", help="make this node's scratch directory")
     scratch.add_argument("--remove", action="store_true")
-    again = commands.add_parser("resubmitted", help="record the job that follows this one")
-    again.add_argument("--job-id", required=True)
+    again = commands.add_parser("resubmit", help="sbatch the script again, for this index")
+    again.add_argument("script", type=Path)
     return parser.parse_args(argv)
 
 
@@ -321,9 +331,7 @@ def main(argv: list[str] | None = None) -> int:
             scratch = Path(os.environ["PRORL_SCRATCH"])
             shutil.rmtree(scratch, ignore_errors=True) if options.remove else make_scratch(scratch)
         else:
-            new_id = slurm.parsable_id(options.job_id)
-            attempt = int(os.environ["PRORL_ATTEMPT"])
-            _requeued(context, attempt=attempt, new_id=new_id, how="resubmit")
+            resubmit(context, script=options.script, environment=os.environ)
     except (HpcError, OSError) as err:
         print(f"prorl-hpc: {err}", file=sys.stderr)
         return EXIT_USER if isinstance(err, UserError) else EXIT_CONTINUE

@@ -137,12 +137,9 @@ def newest_submissions(entries: ledger.Ledger) -> dict[tuple[str, int], Submissi
             before = found.get((entry.job, entry.index))
             if before is not None and before.job_id == entry.job_id:
                 continue
-            if isinstance(entry, ledger.Requeue) and before is not None and "_" in before.job_id:
-                task = "_" + before.job_id.split("_")[1]
-                job_id = entry.job_id if "_" in entry.job_id else entry.job_id + task
-            else:
-                job_id = entry.job_id
-            found[entry.job, entry.index] = Submission(job_id=job_id, time=entry.time, token="")
+            found[entry.job, entry.index] = Submission(
+                job_id=entry.job_id, time=entry.time, token=""
+            )
     return found
 
 
