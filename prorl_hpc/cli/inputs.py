@@ -99,7 +99,7 @@ def _check_data(key: str, path: Path) -> None:
         if path.suffix == ".jsonl":
             _check_first_line(key, path)
     except OSError as err:
-        raise RecipeError(f"{key}={str(path)!r} can't be read: {err.strerror}") from err
+        raise RecipeError(f"{key}={str(path)!r} can't be read: {err.strerror}; give {key}=FILE") from err
 
 
 def _check_first_line(key: str, path: Path) -> None:

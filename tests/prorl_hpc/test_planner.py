@@ -1,0 +1,107 @@
+"""Recipe and site to jobs: roles, order, limits."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from hpc.errors import SiteError
+from hpc.site import Backend, Placement, Site
+from prorl_hpc.planner import adjustments, make_plan
+from prorl_hpc.recipe import (
+    BufferConfig,
+    LearnerConfig,
+    Recipe,
+    RecipeError,
+    RolloutConfig,
+    TaskConfig,
+)
+
+RUN = Path("/data/runs/r")
+
+
+def recipe(**changes: object) -> Recipe:
+    base = Recipe(
+        name="r",
+        steps=3,
+        tasks={"sums": TaskConfig(kind="logic")},
+        rollout=RolloutConfig(nodes=6, cpus_per_node=8, walltime_minutes=60, memory_mib=1000),
+        buffer=BufferConfig(cpus=2, walltime_minutes=120, memory_mib=1000),
+        learner=LearnerConfig(
+            nodes=2, ranks_per_node=4, cpus_per_node=16, walltime_minutes=60, memory_mib=1000
+        ),
+    )
+    return dataclasses.replace(base, **changes)  # type: ignore[arg-type]
+
+
+def site(**changes: object) -> Site:
+    place = dataclasses.replace(Placement(partition="main"), **changes)  # type: ignore[arg-type]
+    return Site(name="desk", backend=Backend.slurm, placements={"default": place})
+
+
+def test_three_jobs_in_start_order() -> None:
+    plan = make_plan(recipe(), site(), run_directory=RUN, python="/usr/bin/python3")
+    assert next(job.name for job in plan.ordered()) == "buffer"
+    buffer, rollout, learner = (plan.job(n) for n in ("buffer", "rollout", "learner"))
+    assert buffer.command == ("/usr/bin/python3", "-m", "prorl_hpc.buffer", "--run", str(RUN))
+    assert rollout.array_size == 6
+    assert rollout.resources.nodes == 1
+    assert learner.resources.nodes == 2
+    assert rollout.after == learner.after == ("buffer",)
+    # 2 h of one buffer node, 1 h of 6 rollout nodes, 1 h of 2 learner nodes
+    assert plan.node_hours() == 2 + 6 + 2
+
+
+def test_threads_share_the_cores_of_the_ranks() -> None:
+    learner = make_plan(recipe(), site(), run_directory=RUN).job("learner")
+    assert dict(learner.environment)["OMP_NUM_THREADS"] == "4"  # 16 cores, 4 ranks
+
+
+def test_colocated_buffer_has_no_job_of_its_own() -> None:
+    changed = recipe(buffer=BufferConfig(colocate="learner"))
+    plan = make_plan(changed, site(), run_directory=RUN)
+    assert {job.name for job in plan.jobs} == {"learner", "rollout"}
+    assert "prorl_hpc.colocated" in plan.job("learner").command
+    assert plan.job("rollout").after == ("learner",)
+    with pytest.raises(RecipeError, match=r"buffer\.colocate='rollout'"):
+        make_plan(recipe(buffer=BufferConfig(colocate="rollout")), site(), run_directory=RUN)
+
+
+def test_site_limits_cap_cores_and_walltime_and_say_so() -> None:
+    small = site(cpus_per_node=4, max_walltime_minutes=30)
+    plan = make_plan(recipe(), small, run_directory=RUN)
+    assert plan.job("learner").resources.cpus_per_node == 4
+    assert plan.job("buffer").resources.walltime_minutes == 30
+    notes = adjustments(recipe(), small)
+    assert any("buffer: walltime 120 min -> 30" in note for note in notes)
+    assert any("learner: 16 cores per node -> 4" in note for note in notes)
+    assert adjustments(recipe(), site()) == []
+
+
+def test_warning_leaves_most_of_a_short_walltime() -> None:
+    plan = make_plan(recipe(), site(max_walltime_minutes=4), run_directory=RUN)
+    assert plan.job("learner").grace_seconds == 60  # a quarter of 240 s
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ({"max_nodes": 1}, "learner.nodes=2 exceeds 1"),
+        ({"memory_mib": 999}, "memory_mib=1000 exceeds"),
+    ],
+)
+def test_what_does_not_fit_is_refused(limits: dict[str, object], message: str) -> None:
+    with pytest.raises(SiteError, match=message):
+        make_plan(recipe(), site(**limits), run_directory=RUN)
+
+
+def test_node_hours_over_the_limit_are_refused() -> None:
+    limited = dataclasses.replace(site(), max_node_hours=9.5)
+    with pytest.raises(SiteError, match=r"10\.0 node-hours per walltime, above .*=9\.5"):
+        make_plan(recipe(), limited, run_directory=RUN)
+
+
+def test_role_without_a_place_is_named() -> None:
+    empty = Site(name="bare", backend=Backend.slurm, placements={})
+    with pytest.raises(SiteError, match="places neither role"):
+        make_plan(recipe(), empty, run_directory=RUN)
