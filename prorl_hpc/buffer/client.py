@@ -14,6 +14,7 @@ from typing import TypeVar
 
 import msgspec
 
+from hpc import endpoints
 from hpc.rundir import RunDirectory
 from prorl_hpc.buffer import frames
 from prorl_hpc.buffer.channel import AsyncChannel, BlockingChannel, Identity, Locate
@@ -23,6 +24,7 @@ from prorl_hpc.buffer.messages import (
     Announce,
     AnyRequest,
     Busy,
+    Claim,
     Damaged,
     Done,
     Fenced,
@@ -58,20 +60,12 @@ CREDIT_BYTES = 64 << 20
 """Bytes that one rollout client may have on the wire without an ack."""
 
 
-class _Endpoint(msgspec.Struct):
-    host: str
-    port: int
-
-
 def locate_buffer(run: RunDirectory) -> Locate:
     """Reads the endpoint that the buffer's newest attempt published."""
 
     def locate() -> str | None:
-        try:
-            endpoint = msgspec.json.decode(run.endpoint("buffer").read_bytes(), type=_Endpoint)
-        except (OSError, msgspec.MsgspecError):
-            return None
-        return f"tcp://{endpoint.host}:{endpoint.port}"
+        endpoint = endpoints.read(run, "buffer")
+        return endpoint.address if endpoint is not None and endpoint.run == run.name else None
 
     return locate
 
@@ -96,6 +90,7 @@ class RolloutClient:
             patience_seconds=patience_seconds,
         )
         self._credit = asyncio.Semaphore(max(CREDIT_BYTES // MAX_PUSH_BYTES, 1))
+        self._claims: dict[int, Claim] = {}
         self.busy: str = ""
         """Why the buffer takes no pushes just now (disk full, ...); empty when it does."""
 
@@ -129,11 +124,20 @@ class RolloutClient:
     async def lease(self, capacity: int) -> LeaseReply:
         """Leases of up to `capacity` rollouts; none means: ask again after `retry_seconds`."""
         reply = await self._channel.ask(LeaseRequest(capacity=capacity))
-        return _expect(reply, LeaseReply)
+        granted = _expect(reply, LeaseReply)
+        self._claims |= {
+            lease.lease_id: Claim(
+                lease_id=lease.lease_id, group_id=lease.group_id, rollouts=lease.rollouts
+            )
+            for lease in granted.leases
+        }
+        return granted
 
     async def heartbeat(self, lease_ids: Iterable[int]) -> HeartbeatReply:
         """Keeps exactly these leases; the buffer gives all others of this node to somebody else."""
-        reply = await self._channel.ask(Heartbeat(lease_ids=tuple(lease_ids)))
+        kept = set(lease_ids)
+        self._claims = {i: claim for i, claim in self._claims.items() if i in kept}
+        reply = await self._channel.ask(Heartbeat(claims=tuple(self._claims.values())))
         return _expect(reply, HeartbeatReply)
 
     async def push(self, trajectories: Sequence[Trajectory]) -> dict[tuple[int, int], PushResult]:
@@ -270,7 +274,7 @@ class LearnerClient:
     def damaged(self, shard: int, *, group_id: int, reason: str) -> None:
         """Reports a shard that can't be read; `group_id` will come again, made anew."""
         self._held = self._held.minus([group_id])
-        self._done(Damaged(shard=shard, reason=reason))
+        self._done(Damaged(shard=shard, group_id=group_id, reason=reason))
 
     def heartbeat(self) -> Phase:
         """Tells the buffer that the learner lives (the pulse thread does it too)."""

@@ -168,10 +168,18 @@ class LeaseRequest(Request, frozen=True, kw_only=True):
     capacity: int
 
 
+class Claim(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """A lease as its node knows it: enough to revive it in a restarted buffer."""
+
+    lease_id: int
+    group_id: int
+    rollouts: tuple[int, ...]
+
+
 class Heartbeat(Request, frozen=True, kw_only=True):
     """Rollout node: alive, and at work on these leases (others of its leases are given back)."""
 
-    lease_ids: tuple[int, ...]
+    claims: tuple[Claim, ...]
 
 
 class Push(Request, frozen=True, kw_only=True):
@@ -230,6 +238,8 @@ class Damaged(Request, frozen=True, kw_only=True):
     """Learner: this shard can't be read; quarantine it and make its trajectories again."""
 
     shard: int
+    group_id: int
+    """The group that was to be read: it isn't trained yet."""
     reason: str
 
 
@@ -319,7 +329,7 @@ class StatusReply(Reply, frozen=True, kw_only=True):
 class Refusal(Reply, frozen=True, kw_only=True):
     """Not done, and why."""
 
-    code: Literal["fenced", "announce", "role", "malformed", "format", "run"]
+    code: Literal["fenced", "announce", "role", "malformed", "run"]
     reason: str
 
 

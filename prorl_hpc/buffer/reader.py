@@ -1,4 +1,4 @@
-"""Closed groups straight from the sealed shards. Opens only what the manifest names; writes nothing.
+"""Closed groups straight from the sealed shards. Opens what the manifest names; writes nothing.
 
 Used by the learner on the shared file system, and by the export and the viewers.
 """

@@ -1,0 +1,238 @@
+"""One sealed shard: trajectories to HDF5 bytes and back. Knows no group state and no socket.
+
+Flat arrays over all tokens of the shard, with `offsets` of N + 1 entries for its N trajectories:
+`tokens:i4`, `logprobs:f4`, `loss_mask:u1`, `versions:i4`; `table`: one fixed-size record per
+trajectory; `groups`: one record per group; `side`: JSON per trajectory, with `side_offsets`.
+"""
+
+import hashlib
+import io
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import h5py
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from hpc.errors import HpcError
+from prorl_hpc.records import Kind, Outcome, Trajectory
+
+FORMAT = 1
+
+TABLE = np.dtype(
+    [
+        ("group_id", "<i8"),
+        ("rollout_index", "<i4"),
+        ("reward", "<f8"),
+        ("oldest_version", "<i4"),
+        ("num_sampled", "<i4"),
+        ("outcome", "S24"),
+        ("kind", "S12"),
+    ]
+)
+GROUPS = np.dtype([("group_id", "<i8"), ("num_rows", "<i4"), ("kind", "S12")])
+
+
+class ShardError(HpcError, ValueError):
+    """A shard of a newer format."""
+
+
+class ShardDamaged(ShardError):
+    """A shard whose bytes aren't those that were sealed, or that is gone."""
+
+    def __init__(self, message: str, *, shard: int) -> None:
+        super().__init__(message)
+        self.shard = shard
+
+
+class Side(msgspec.Struct, frozen=True, kw_only=True):
+    """What doesn't fit into a fixed-size record."""
+
+    task: str
+    instance_id: str
+    components: dict[str, float]
+    finish_reason: str
+    timings: dict[str, float]
+    isolation: dict[str, str]
+    worker: str
+    attempt: int
+    detail: str
+
+
+_side = msgspec.json.Decoder(Side)
+
+
+def shard_image(trajectories: Sequence[Trajectory]) -> bytes:
+    """The bytes of a shard file."""
+    lengths = [t.tokens.shape[0] for t in trajectories]
+    sides = [_side_bytes(t) for t in trajectories]
+    size = sum(t.num_bytes for t in trajectories) + sum(map(len, sides)) + (1 << 16)
+    memory = io.BytesIO()
+    with h5py.File(
+        "shard", "w", driver="core", backing_store=False, block_size=size, libver="v110"
+    ) as file:
+        file.attrs["format"] = FORMAT
+        file.attrs["num_trajectories"] = len(trajectories)
+        file["offsets"] = _offsets(lengths)
+        file["tokens"] = np.concatenate([t.tokens for t in trajectories])
+        file["logprobs"] = np.concatenate([t.logprobs for t in trajectories])
+        file["loss_mask"] = np.concatenate([t.loss_mask for t in trajectories])
+        file["versions"] = np.concatenate([t.versions for t in trajectories])
+        file["table"] = np.array([_record(t) for t in trajectories], dtype=TABLE)
+        file["groups"] = _group_table(trajectories)
+        file["side"] = np.frombuffer(b"".join(sides), dtype=np.uint8)
+        file["side_offsets"] = _offsets([len(s) for s in sides])
+        file.flush()
+        memory.write(file.id.get_file_image())
+    return memory.getvalue()
+
+
+def write_shard(path: Path, *, image: bytes) -> str:
+    """Makes `path` durable with these bytes and returns their sha256.
+
+    Never replaces a file. Raises OSError with nothing left behind.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        try:
+            rest = memoryview(image)
+            while rest:
+                rest = rest[os.write(descriptor, rest) :]
+            digest = hashlib.sha256(image).hexdigest()
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        if path.exists():
+            raise FileExistsError(f"{path} exists; two buffer jobs write into one run")
+        temporary.rename(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    return digest
+
+
+class OpenShard:
+    """A shard open for reading; its bytes were checked against the manifest's digest."""
+
+    def __init__(self, path: Path, *, number: int, sha256: str) -> None:
+        self.number = number
+        self._path = path
+        try:
+            with path.open("rb") as stream:
+                digest = hashlib.file_digest(stream, "sha256").hexdigest()
+        except OSError as err:
+            raise self._damaged(f"{err.strerror}") from err
+        if digest != sha256:
+            raise self._damaged(f"sha256 {digest[:12]}… where {sha256[:12]}… was sealed")
+        try:
+            self._file = h5py.File(path, "r", locking=False)
+            self._read_index()
+        except (OSError, KeyError, RuntimeError) as err:
+            raise self._damaged(str(err)) from err
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def read(self, row: int) -> Trajectory:
+        """One trajectory. Raises ShardDamaged."""
+        if not 0 <= row < len(self._table):
+            raise self._damaged(f"row {row} of {len(self._table)} is asked for")
+        part = slice(int(self._offsets[row]), int(self._offsets[row + 1]))
+        try:
+            arrays = [
+                self._file[name][part] for name in ("tokens", "logprobs", "loss_mask", "versions")
+            ]
+        except (OSError, RuntimeError) as err:
+            raise self._damaged(str(err)) from err
+        return self._trajectory(row, arrays)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _read_index(self) -> None:
+        number = int(self._file.attrs["format"])
+        if number > FORMAT:
+            raise ShardError(
+                f"format={number} of {self._path} is newer than {FORMAT}; upgrade prorl-hpc"
+            )
+        self._offsets: NDArray[np.int64] = self._file["offsets"][:]
+        self._table: NDArray[np.void] = self._file["table"][:]
+        self._side_offsets: NDArray[np.int64] = self._file["side_offsets"][:]
+        self._sides: bytes = self._file["side"][:].tobytes()
+
+    def _trajectory(self, row: int, arrays: list[NDArray[np.generic]]) -> Trajectory:
+        record = self._table[row]
+        part = slice(int(self._side_offsets[row]), int(self._side_offsets[row + 1]))
+        side = _side.decode(self._sides[part])
+        reward = float(record["reward"])
+        return Trajectory(
+            group_id=int(record["group_id"]),
+            rollout_index=int(record["rollout_index"]),
+            kind=Kind(record["kind"].decode()),
+            task=side.task,
+            instance_id=side.instance_id,
+            tokens=arrays[0].astype(np.int32, copy=False),
+            logprobs=arrays[1].astype(np.float32, copy=False),
+            loss_mask=arrays[2].astype(np.uint8, copy=False),
+            versions=arrays[3].astype(np.int32, copy=False),
+            reward=None if math.isnan(reward) else reward,
+            components=side.components,
+            outcome=Outcome(record["outcome"].decode()),
+            finish_reason=side.finish_reason,
+            timings=side.timings,
+            isolation=side.isolation,
+            worker=side.worker,
+            attempt=side.attempt,
+            detail=side.detail,
+        )
+
+    def _damaged(self, reason: str) -> ShardDamaged:
+        return ShardDamaged(
+            f"shard {self.number} ({self._path}) is damaged: {reason}", shard=self.number
+        )
+
+
+def _side_bytes(t: Trajectory) -> bytes:
+    return msgspec.json.encode(
+        Side(
+            task=t.task,
+            instance_id=t.instance_id,
+            components=t.components,
+            finish_reason=t.finish_reason,
+            timings=t.timings,
+            isolation=t.isolation,
+            worker=t.worker,
+            attempt=t.attempt,
+            detail=t.detail,
+        )
+    )
+
+
+def _record(t: Trajectory) -> tuple[object, ...]:
+    oldest = t.oldest_version
+    return (
+        t.group_id,
+        t.rollout_index,
+        math.nan if t.reward is None else t.reward,
+        -1 if oldest is None else oldest,
+        int(t.loss_mask.sum()),
+        t.outcome.value.encode(),
+        t.kind.value.encode(),
+    )
+
+
+def _group_table(trajectories: Sequence[Trajectory]) -> NDArray[np.void]:
+    counts: dict[int, int] = {}
+    kinds: dict[int, bytes] = {}
+    for t in trajectories:
+        counts[t.group_id] = counts.get(t.group_id, 0) + 1
+        kinds[t.group_id] = t.kind.value.encode()
+    return np.array([(g, n, kinds[g]) for g, n in counts.items()], dtype=GROUPS)
+
+
+def _offsets(lengths: Sequence[int]) -> NDArray[np.int64]:
+    return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64)

@@ -1,0 +1,239 @@
+"""Makes trajectories and manifest lines durable: one writer thread, many trajectories per fsync.
+
+Knows files and threads; decides nothing about groups. A full disk pauses it: nothing is reported
+durable, and the same bytes are tried again until there is space.
+"""
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from hpc.files import publish, sync_directory
+from prorl_hpc.buffer.groups import Location
+from prorl_hpc.buffer.manifest import Line, ManifestWriter, Owner, Shard, Superseded
+from prorl_hpc.buffer.shard import shard_image, write_shard
+from prorl_hpc.records import Trajectory
+from prorl_hpc.run import Run
+
+RETRY_SECONDS = 1.0
+SHARDS_PER_OWNER = 1_000_000
+"""Shard numbers of different attempts never meet."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sealed:
+    """What has become durable together."""
+
+    trajectories: tuple[tuple[Trajectory, Location], ...]
+    lines: tuple[Line, ...]
+
+
+class OwnerMark(msgspec.Struct, frozen=True, kw_only=True):
+    """Content of the file that says which attempt owns the buffer."""
+
+    owner: int
+    token: str
+
+
+class Store:
+    """The writer thread and its queue."""
+
+    def __init__(
+        self,
+        run: Run,
+        *,
+        owner: Owner,
+        token: str,
+        shard_bytes: int,
+        seal_seconds: float,
+        wake: Callable[[], None],
+    ) -> None:
+        self._run = run
+        self._mark = OwnerMark(owner=owner.owner, token=token)
+        self._next_shard = owner.owner * SHARDS_PER_OWNER
+        self._shard_bytes = shard_bytes
+        self._seal_seconds = seal_seconds
+        self._wake = wake
+        self._changed = threading.Condition()
+        self._trajectories: deque[Trajectory] = deque()
+        self._lines: list[Line] = [owner]
+        self._oldest = 0.0
+        self._queued_bytes = 0
+        self._sealed: list[Sealed] = []
+        self._writing = False
+        self._stopping = False
+        self._thread = threading.Thread(target=self._work, name="buffer-store", daemon=True)
+        self.pending_bytes = 0
+        """Bytes of arrays that were taken and aren't durable yet."""
+        self.stored_bytes = 0
+        self.num_shards = 0
+        self.paused = ""
+        """Why nothing is written just now; empty when all is well."""
+        self.failure: BaseException | None = None
+        """What ended the thread before its time."""
+
+    def start(self) -> None:
+        """Starts the thread; the owner's line is the first that it writes."""
+        self._thread.start()
+
+    def submit(self, trajectories: Sequence[Trajectory]) -> None:
+        """Queues trajectories; they come back through `sealed`."""
+        size = sum(t.num_bytes for t in trajectories)
+        with self._changed:
+            if not self._trajectories:
+                self._oldest = time.monotonic()
+            self._trajectories.extend(trajectories)
+            self._queued_bytes += size
+            self.pending_bytes += size
+            self._changed.notify()
+
+    def record(self, lines: Sequence[Line]) -> None:
+        """Queues manifest lines; they come back through `sealed`."""
+        if lines:
+            with self._changed:
+                self._lines.extend(lines)
+                self._changed.notify()
+
+    def sealed(self) -> list[Sealed]:
+        """What has become durable since the last call."""
+        with self._changed:
+            done, self._sealed = self._sealed, []
+        return done
+
+    @property
+    def idle(self) -> bool:
+        """Nothing waits to be written or collected."""
+        with self._changed:
+            return not (self._trajectories or self._lines or self._sealed or self._writing)
+
+    def stop(self, *, timeout_seconds: float) -> bool:
+        """Writes what is queued and ends the thread; whether it got that far in time."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()
+        self._thread.join(timeout=timeout_seconds)
+        return not self._thread.is_alive() and self.failure is None
+
+    def _work(self) -> None:
+        try:
+            manifest = ManifestWriter(self._run.manifest, owner=self._mark.owner)
+            with contextlib.closing(manifest):
+                while (work := self._next()) is not None:
+                    self._persist(manifest, *work)
+        except BaseException as err:
+            self.failure = err
+        self._wake()
+
+    def _next(self) -> tuple[list[Trajectory], list[Line]] | None:
+        """One shard's trajectories and the lines so far; None when it is time to end."""
+        with self._changed:
+            self._writing = False
+            while not self._lines and not self._due():
+                if self._stopping and not self._trajectories:
+                    return None
+                self._changed.wait(timeout=0.01 if self._trajectories else 1.0)
+            self._writing = True
+            batch, size = [], 0
+            if self._due():
+                while self._trajectories and size < self._shard_bytes:
+                    batch.append(self._trajectories.popleft())
+                    size += batch[-1].num_bytes
+                self._queued_bytes -= size
+                self._oldest = time.monotonic()
+            lines, self._lines = self._lines, []
+            return batch, lines
+
+    def _due(self) -> bool:
+        if not self._trajectories:
+            return False
+        aged = time.monotonic() - self._oldest >= self._seal_seconds
+        return aged or self._stopping or self._queued_bytes >= self._shard_bytes
+
+    def _persist(
+        self, manifest: ManifestWriter, batch: list[Trajectory], lines: list[Line]
+    ) -> None:
+        """Returns when all is durable. Raises Superseded, or OSError when stopped meanwhile."""
+        image = shard_image(batch) if batch else b""
+        number = self._next_shard
+        while True:
+            try:
+                self._check_owner()
+                written = list(lines)
+                if batch:
+                    written.append(self._seal(number, image, batch))
+                manifest.append(written)
+                self._check_owner()
+                break
+            except OSError as err:
+                self._pause(err)
+        self.paused = ""
+        if batch:
+            self._next_shard += 1
+            self.num_shards += 1
+        with self._changed:
+            self.pending_bytes -= sum(t.num_bytes for t in batch)
+            self.stored_bytes += len(image)
+            self._sealed.append(
+                Sealed(
+                    trajectories=tuple((t, (number, row)) for row, t in enumerate(batch)),
+                    lines=tuple(lines),
+                )
+            )
+        self._wake()
+
+    def _seal(self, number: int, image: bytes, batch: Sequence[Trajectory]) -> Shard:
+        path = self._run.shard(number)
+        # A file of that number without a manifest line is the remains of a failed try of this one.
+        path.unlink(missing_ok=True)
+        digest = write_shard(path, image=image)
+        sync_directory(path.parent)
+        return Shard(
+            number=number,
+            sha256=digest,
+            num_bytes=len(image),
+            rows=tuple((t.group_id, t.rollout_index, t.outcome.usable) for t in batch),
+        )
+
+    def _pause(self, err: OSError) -> None:
+        self.paused = (
+            f"can't write to {self._run.manifest.parent}: {err.strerror or err}; "
+            "make room there, it goes on by itself"
+        )
+        self._wake()
+        with self._changed:
+            if self._stopping:
+                raise err
+            self._changed.wait(timeout=RETRY_SECONDS)
+            if self._stopping:
+                raise err
+
+    def _check_owner(self) -> None:
+        mark = read_owner(self._run)
+        if mark is not None and mark != self._mark:
+            raise Superseded(
+                f"another attempt of the buffer job (owner {mark.owner}) has taken over this run"
+            )
+
+
+def take_ownership(run: Run, *, owner: int, token: str) -> None:
+    """From now on, older attempts of the buffer job acknowledge nothing any more."""
+    mark = OwnerMark(owner=owner, token=token)
+    publish(_mark_path(run), data=msgspec.json.encode(mark))
+
+
+def read_owner(run: Run) -> OwnerMark | None:
+    """The present owner."""
+    try:
+        return msgspec.json.decode(_mark_path(run).read_bytes(), type=OwnerMark)
+    except FileNotFoundError:
+        return None
+
+
+def _mark_path(run: Run) -> Path:
+    return run.manifest.with_name("owner.json")
