@@ -111,14 +111,19 @@ class _ChunkedHead(torch.autograd.Function):
                 if with_entropy:
                     entropy_M[part] = _entropy(logits_CV, lse_C)
         ctx.save_for_backward(hidden_MD, weight_VD, targets_M, inverse_M, lse_M, entropy_M)
-        ctx.with_entropy = with_entropy
+        # An entropy that is only reported must not cost a pass of the backward.
+        ctx.set_materialize_grads(False)
         ctx.chunk_tokens = chunk_tokens
         return logprobs_M, entropy_M
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         gradient_M, gradient_entropy_M = gradients
         hidden_MD, weight_VD, targets_M, inverse_M, lse_M, entropy_M = ctx.saved_tensors
+        if gradient_M is None:
+            gradient_M = torch.zeros_like(lse_M)
+        if not entropy_M.numel():
+            gradient_entropy_M = None
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         grad_hidden_MD = torch.empty_like(hidden_MD) if needs_hidden else None
         grad_weight_VD = (
@@ -134,8 +139,8 @@ class _ChunkedHead(torch.autograd.Function):
                     logp_CV,
                     targets_M[part],
                     gradient_M[part],
-                    gradient_entropy_M[part] if ctx.with_entropy else None,
-                    entropy_M[part] if ctx.with_entropy else None,
+                    None if gradient_entropy_M is None else gradient_entropy_M[part],
+                    None if gradient_entropy_M is None else entropy_M[part],
                 ).mul_(inverse_M[part].unsqueeze(-1))
                 low_CV = gradient_CV.to(hidden_MD.dtype)
                 if grad_hidden_MD is not None:

@@ -62,6 +62,19 @@ def test_gradcheck_without_entropy() -> None:
     )
 
 
+def test_only_one_of_the_outputs_in_the_loss() -> None:
+    hidden_MD, weight_VD, targets_M = make()
+    expected = plain(hidden_MD, weight_VD, targets_M, 1.0)
+    for number in (0, 1):
+        result = token_logprobs(hidden_MD, weight_VD, targets_M, with_entropy=True, chunk_tokens=4)
+        ours = torch.autograd.grad(result[number].sum(), (hidden_MD, weight_VD))
+        theirs = torch.autograd.grad(
+            expected[number].sum(), (hidden_MD, weight_VD), retain_graph=True
+        )
+        for left, right in zip(ours, theirs, strict=True):
+            assert torch.allclose(left, right, atol=1e-11)
+
+
 def test_no_entropy_unless_asked() -> None:
     assert token_logprobs(*make()).entropy is None
 

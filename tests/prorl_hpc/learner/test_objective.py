@@ -348,3 +348,19 @@ def test_config_from_a_recipe() -> None:
     assert config.constant_tokens == 77
     assert not config.needs_reference
     assert (config.clip_low, config.clip_high) == (0.2, 0.4)
+
+
+def test_mixed_versions_in_one_trajectory() -> None:
+    """Weights changed in flight: each token is corrected by the version that sampled it."""
+    config = dataclasses.replace(PLAIN, correction=Correction.decoupled, clip_high=0.2)
+    old = torch.full((4,), -1.0, dtype=F64)
+    gaps = torch.tensor([1.0, 1.0, 2.0, 4.0], dtype=F64)  # two tokens of this version, two older
+    leaf = old.clone().requires_grad_()
+    loss, sums = policy_loss(
+        leaf, old, old - gaps.log(), None, torch.ones(4), torch.ones(4), torch.zeros(4),
+        config=config, denominator=4.0,
+    )  # fmt: skip
+    loss.backward()
+    # Ratio 1 and A = 1: the gradient is -w / 4, with w = pi_old / pi_sampler per token.
+    assert leaf.grad.tolist() == pytest.approx([-0.25, -0.25, -0.5, -1.0])
+    assert sums["correction_weight"] == pytest.approx(8.0)
