@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hpc.errors import UserError
@@ -19,6 +19,13 @@ from prorl_hpc.learner.objective import (
     valid_tokens,
 )
 from prorl_hpc.recipe import Aggregation, AlgorithmConfig, Correction, KlEstimator, Surrogate
+
+# A loaded machine is slow, never wrong.
+REPEATABLE = {
+    "deadline": None,
+    "derandomize": True,
+    "suppress_health_check": [HealthCheck.too_slow],
+}
 
 F64 = torch.float64
 PLAIN = ObjectiveConfig(clip_low=0.2, clip_high=0.4, kl_coef=0.0)
@@ -209,7 +216,7 @@ def test_split_packing_and_order_change_nothing(config: ObjectiveConfig) -> None
         assert torch.allclose(split_gradient, gradient, atol=1e-12)
 
 
-@settings(deadline=None, derandomize=True, max_examples=25)
+@settings(max_examples=25, **REPEATABLE)
 @given(seed=st.integers(0, 2**16), config=st.sampled_from(FULL), junk=st.sampled_from([1e30, 0.0]))
 def test_masked_tokens_are_invisible(seed: int, config: ObjectiveConfig, junk: float) -> None:
     """Whatever stands at masked positions, NaN and inf too, changes neither loss nor gradient."""
