@@ -1,6 +1,7 @@
 """What a user can have got wrong that only files tell: model paths, data sets. Starts nothing."""
 
 import dataclasses
+import difflib
 import json
 import os
 import re
@@ -40,11 +41,22 @@ def check_inputs(recipe: Recipe) -> list[str]:
     """Raises RecipeError for what no job could work with; returns what only a real submit needs."""
     notes = _check_model(recipe.model)
     for name, task in recipe.tasks.items():
+        check_kind(name, task.kind)
         for label in ("data", "validation_data"):
             path = getattr(task, label)
             if path is not None:
                 _check_data(f"tasks.{name}.{label}", Path(path))
     return notes
+
+
+def check_kind(name: str, kind: str) -> None:
+    """Raises RecipeError for a kind of task that isn't registered."""
+    from prorl_hpc.tasks.registry import KINDS
+
+    if kind not in KINDS:
+        close = difflib.get_close_matches(kind, KINDS, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"choose one of {', '.join(KINDS)}"
+        raise RecipeError(f"tasks.{name}.kind={kind!r} is unknown; {hint}")
 
 
 def _absolute(path: str | None) -> str | None:
@@ -99,7 +111,8 @@ def _check_data(key: str, path: Path) -> None:
         if path.suffix == ".jsonl":
             _check_first_line(key, path)
     except OSError as err:
-        raise RecipeError(f"{key}={str(path)!r} can't be read: {err.strerror}; give {key}=FILE") from err
+        reason = f"{err.strerror}; give {key}=FILE"
+        raise RecipeError(f"{key}={str(path)!r} can't be read: {reason}") from err
 
 
 def _check_first_line(key: str, path: Path) -> None:

@@ -88,6 +88,7 @@ def submit(
     from prorl_hpc.cli.inputs import check_inputs
     from prorl_hpc.planner import adjustments, make_plan
     from prorl_hpc.provenance import provenance
+    from prorl_hpc.tasks.registry import make_tasks
 
     site = site_of(recipe)
     run_ = Run(Path(recipe.run_root) / recipe.name)
@@ -95,8 +96,10 @@ def submit(
     notes = adjustments(recipe, site)
     check(plan, site)
     missing = check_inputs(recipe)
-    if missing and not dry_run:
-        raise UserError(missing[0])
+    if not dry_run:
+        if missing:
+            raise UserError(missing[0])
+        make_tasks(recipe)  # unknown families, lines that aren't problems, missing packages
     frozen = Frozen(
         recipe=recipe,
         site=site,

@@ -9,12 +9,12 @@ from hpc.status import ALIVE, JobState, Phase, states
 from prorl_hpc.cli.runs import find_run
 from prorl_hpc.observe.dashboard import (
     header,
-    is_reset_row,
+    reset_line,
     step_line,
     validation_line,
     warmup_line,
 )
-from prorl_hpc.observe.history import is_step
+from prorl_hpc.observe.history import is_step, is_warmup
 from prorl_hpc.observe.metrics import MetricsTail, Row
 from prorl_hpc.recipe import Recipe, load_recipe, site_of
 from prorl_hpc.run import Run
@@ -96,7 +96,6 @@ class _Printer:
     _learner: MetricsTail = field(init=False)
     _validation: MetricsTail = field(init=False)
     _lines: int = 0
-    _last_time: float | None = None
     _jobs: str = ""
 
     def __post_init__(self) -> None:
@@ -123,25 +122,16 @@ class _Printer:
             self._say(f"{'jobs':>10}  {line}")
 
     def _learner_row(self, row: Row) -> None:
-        if row.get("stage") == "warmup":
-            steps = self.recipe.warmup.steps
-            step = row.get("step")
-            if not isinstance(step, int) or step % 20 == 0 or step == steps:
-                self._say(warmup_line(row, steps=steps))
-        elif is_step(row) or is_reset_row(row):
+        reset = reset_line(row)
+        if reset is not None:
+            self._say(reset)
+        elif is_warmup(row):
+            self._say(warmup_line(row, steps=self.recipe.warmup.steps))
+        elif is_step(row):
             if self._lines % HEADER_LINES == 0:
                 self._say(header())
             self._lines += 1
-            self._say(step_line(row, steps=self.recipe.steps, groups_per_second=self._rate(row)))
-
-    def _rate(self, row: Row) -> float | None:
-        now, before = row.get("time"), self._last_time
-        if not isinstance(now, int | float):
-            return None
-        self._last_time = float(now)
-        if before is None or now <= before:
-            return None
-        return self.recipe.algorithm.batch_groups / (now - before)
+            self._say(step_line(row, steps=self.recipe.steps))
 
     def _say(self, line: str) -> None:
         if not self.quiet:

@@ -22,26 +22,26 @@ def header() -> str:
     return "  ".join(title.rjust(width) for title, width in COLUMNS)
 
 
-def step_line(row: Row, *, steps: int, groups_per_second: float | None = None) -> str:
-    """One row of the learner's metrics."""
-    rate = number(row, "groups_per_second")
+def step_line(row: Row, *, steps: int) -> str:
+    """One trained step."""
     cells = (
-        str(row.get("stage") or "train"),
+        "train",
         f"{row.get('step', '-')}/{steps}",
         _number(number(row, "reward"), ".3f"),
         _number(number(row, "kl"), ".4f"),
         _number(number(row, "staleness"), ".2f"),
-        _number(groups_per_second if rate is None else rate, ".1f"),
+        _number(number(row, "groups_per_second"), ".1f"),
         _number(number(row, "tokens_per_second"), ".0f"),
     )
-    line = "  ".join(cell.rjust(width) for cell, (_, width) in zip(cells, COLUMNS, strict=True))
-    reset = reset_of(row)
-    return line if reset is None else f"{line}\n{reset_line(reset.reason)}"
+    return "  ".join(cell.rjust(width) for cell, (_, width) in zip(cells, COLUMNS, strict=True))
 
 
-def reset_line(reason: str) -> str:
-    """A reset of the reference policy."""
-    return f"{'reset':>10}  the reference is the policy now: {reason}"
+def reset_line(row: Row) -> str | None:
+    """A reset of the reference policy; None for other rows."""
+    found = reset_of(row)
+    if found is None:
+        return None
+    return f"{'reset':>10}  step {found.step}: the reference is the policy now: {found.reason}"
 
 
 def validation_line(row: Row) -> str | None:
@@ -63,8 +63,3 @@ def warmup_line(row: Mapping[str, Any], *, steps: int) -> str:
 
 def _number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
-
-
-def is_reset_row(row: Row) -> bool:
-    """Whether the row reports a reset of the reference."""
-    return reset_of(row) is not None

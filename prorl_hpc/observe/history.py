@@ -11,19 +11,11 @@ from typing import Any
 from prorl_hpc.observe.metrics import Row, read_metrics
 from prorl_hpc.run import Run
 
-NAMES: Mapping[str, tuple[str, ...]] = {
-    "reward": ("reward", "reward_mean", "raw_reward"),
-    "kl": ("kl", "kl_reference", "reference_kl"),
-    "staleness": ("staleness", "staleness_mean", "mean_staleness"),
-    "groups_per_second": ("groups_per_second", "groups_per_s"),
-    "tokens_per_second": ("tokens_per_second", "tokens_per_s"),
-    "entropy": ("entropy",),
-    "loss": ("loss",),
-    "length": ("length", "response_tokens", "mean_length", "completion_tokens"),
-    "gradient_norm": ("gradient_norm", "grad_norm"),
-    "score": ("score", "blended", "accuracy", "reward", "mean"),
+RATES: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "groups_per_second": ("groups_seen", ("step_seconds",)),
+    "tokens_per_second": ("batch_tokens", ("score_seconds", "train_seconds")),
 }
-"""Quantity: the keys under which rows may hold it, the first one first."""
+"""Derived quantities: a count over a sum of seconds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,7 +47,7 @@ class History:
     resets: tuple[Reset, ...]
 
     def curve(self, quantity: str) -> tuple[tuple[float, float | None], ...]:
-        """(step, value) of a quantity of NAMES."""
+        """(step, value) of a column or a rate."""
         return tuple((float(row["step"]), number(row, quantity)) for row in self.steps)
 
 
@@ -64,7 +56,7 @@ def read_history(run: Run) -> History:
     rows = read_metrics(run.metrics("learner"))
     return History(
         steps=tuple(_by_step(row for row in rows if is_step(row))),
-        warmup=tuple(row for row in rows if row.get("stage") == "warmup"),
+        warmup=tuple(row for row in rows if is_warmup(row)),
         validations=tuple(_validations(run)),
         resets=tuple(_resets(rows)),
     )
@@ -72,51 +64,47 @@ def read_history(run: Run) -> History:
 
 def is_step(row: Row) -> bool:
     """Whether the row reports an optimizer step of reinforcement learning."""
-    return (
-        isinstance(row.get("step"), int)
-        and row.get("stage") in (None, "train", "rl")
-        and number(row, "reward") is not None
-    )
+    return row.get("event") == "step" and isinstance(row.get("step"), int)
+
+
+def is_warmup(row: Row) -> bool:
+    """Whether the row is of the supervised stage."""
+    return row.get("event") == "warmup"
 
 
 def number(row: Mapping[str, Any], quantity: str) -> float | None:
-    """The row's value of a quantity; None when it has none."""
-    for name in NAMES.get(quantity, (quantity,)):
-        value = row.get(name)
-        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
-            return float(value)
+    """The row's finite value of a column, or of one of RATES; None when it has none."""
+    if quantity in RATES and quantity not in row:
+        count, parts = RATES[quantity]
+        seconds = sum(number(row, part) or 0.0 for part in parts)
+        found = number(row, count)
+        return None if found is None or seconds <= 0 else found / seconds
+    value = row.get(quantity)
+    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+        return float(value)
     return None
 
 
 def validation_of(row: Mapping[str, Any]) -> Validation | None:
     """A line of validation.jsonl; None for one that holds no score."""
-    score = number(row, "score")
-    version = row.get("version", row.get("step"))
-    if score is None or not isinstance(version, int):
+    score, version, step = number(row, "score"), row.get("version"), row.get("step")
+    if score is None or not isinstance(version, int) or not isinstance(step, int):
         return None
-    tasks = row.get("tasks") or row.get("by_task") or row.get("per_task") or {}
-    step = row.get("step", version)
-    return Validation(
-        version=version,
-        step=step if isinstance(step, int) else version,
-        score=score,
-        by_task={
-            str(name): found
-            for name, value in tasks.items()
-            if (found := number(value if isinstance(value, dict) else {"score": value}, "score"))
-            is not None
-        },
-    )
+    tasks = row.get("tasks")
+    by_task = {
+        str(name): found
+        for name, result in (tasks.items() if isinstance(tasks, dict) else ())
+        if isinstance(result, dict) and (found := number(result, "reward")) is not None
+    }
+    return Validation(version=version, step=step, score=score, by_task=by_task)
 
 
 def reset_of(row: Row) -> Reset | None:
     """The reset that a row reports, if any."""
-    reason = row.get("reset_reason") or (row.get("reason") if row.get("event") == "reset" else None)
-    happened = bool(row.get("reset")) or row.get("event") == "reset"
     step = row.get("step")
-    if not happened or not isinstance(step, int):
+    if row.get("event") != "reset" or not isinstance(step, int):
         return None
-    return Reset(step=step, reason=str(reason or row.get("trigger") or ""))
+    return Reset(step=step, reason=str(row.get("reason") or row.get("trigger") or ""))
 
 
 def _by_step(rows: Iterable[Row]) -> list[Row]:

@@ -89,7 +89,10 @@ def _charts(history: History) -> list[str]:
         ("Training reward", [Series(name="reward", points=history.curve("reward"))]),
         ("KL to the reference, per token", [Series(name="KL", points=history.curve("kl"))]),
         ("Entropy", [Series(name="entropy", points=history.curve("entropy"))]),
-        ("Response length, tokens", [Series(name="length", points=history.curve("length"))]),
+        (
+            "Response length, tokens",
+            [Series(name="tokens", points=history.curve("response_tokens"))],
+        ),
         ("Staleness, versions", [Series(name="staleness", points=history.curve("staleness"))]),
         ("Learner, tokens/s", [Series(name="t/s", points=history.curve("tokens_per_second"))]),
         ("Gradient norm", [Series(name="norm", points=history.curve("gradient_norm"))]),
