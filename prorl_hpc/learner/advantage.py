@@ -115,7 +115,7 @@ def rloo(rewards_N: Tensor, groups: _Groups) -> Tensor:
 def reinforce_pp_baseline(rewards_N: Tensor, groups: _Groups) -> Tensor:
     """Subtract the group mean, then normalise by the mean and std of the whole step.
 
-    REINFORCE++-baseline, arXiv 2501.03262, section 3; the choice of ProRL v2. Groups without
+    REINFORCE++-baseline, arXiv 2501.03262; the choice of ProRL v2. Groups without
     spread are part of the step's statistics; groups that can't be compared are not.
     """
     centred_N = _where(groups.comparable, rewards_N - groups.mean)

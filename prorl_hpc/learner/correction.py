@@ -24,7 +24,7 @@ StalenessPolicy = StalePolicy
 
 
 def truncated_weights(delta_M: Tensor, *, high: float) -> Tensor:
-    """min(w, high): truncated importance sampling, arXiv 2510.11370 and its predecessors."""
+    """min(w, high): truncated importance sampling (Ionides 2008), with a constant cap."""
     return delta_M.exp().clamp(max=high)
 
 
@@ -48,7 +48,7 @@ def sequence_mask_weights(
 def decoupled_weights(delta_M: Tensor) -> Tensor:
     """w = pi_prox / pi_behaviour before the clipped pi_theta / pi_prox.
 
-    Decoupled PPO, arXiv 2110.00641, equation 9 (also AReaL, arXiv 2505.24298).
+    Decoupled PPO, arXiv 2110.00641 (also AReaL, arXiv 2505.24298).
     """
     return delta_M.exp()
 
