@@ -19,9 +19,6 @@ from prorl_hpc.learner.algorithm_error import AlgorithmError
 from prorl_hpc.learner.surrogate import log_ratio, sequence_mean
 from prorl_hpc.recipe import Correction, StalePolicy
 
-StalenessPolicy = StalePolicy
-"""The recipe's `algorithm.stale`, under the name this module's callers know."""
-
 
 def truncated_weights(delta_M: Tensor, *, high: float) -> Tensor:
     """min(w, high): truncated importance sampling (Ionides 2008), with a constant cap."""

@@ -5,9 +5,9 @@ score when there is one), carries the state, stores `state_to_json` in its check
 the decision says. Equal observations give equal decisions, so a resumed run decides as the
 uninterrupted one would.
 
-ProRL (arXiv 2505.24864, "reference policy reset") resets reference and optimizer when validation stalls or
-degrades; v2 resets on a schedule of 200-500 steps or on a KL spike, and keeps the optimizer. The
-papers give no thresholds; those are the recipe's.
+ProRL (arXiv 2505.24864, "reference policy reset") resets reference and optimizer when validation
+stalls or degrades; v2 resets on a schedule of 200-500 steps or on a KL spike, and keeps the
+optimizer. The papers give no thresholds; those are the recipe's.
 
     observe --> due? --no---------------------------> keep  (reason: nothing is due)
                  |yes

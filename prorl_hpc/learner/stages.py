@@ -1,7 +1,7 @@
 """Which context length and how many rollouts hold at a step. Pure; knows the recipe's stages.
 
-ProRL trains at 8k, with 16 rollouts, then 32, and ends at 16k with 16 (arXiv 2505.24864,
-"training recipe"). A stage replaces what it names from its first step on; what it leaves out stays as it was.
+ProRL trains at 8k, with 16 rollouts, then 32, and ends at 16k with 16 (arXiv 2505.24864). A stage
+replaces what it names from its first step on; what it leaves out stays as it was.
 """
 
 from collections.abc import Sequence
