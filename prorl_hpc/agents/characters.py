@@ -19,7 +19,7 @@ CHAT_TEMPLATE = (
 
 
 def build_character_tokenizer(characters: str) -> Any:
-    """A PreTrainedTokenizerFast with one token per distinct character of `characters` and five special ones.
+    """A PreTrainedTokenizerFast: one token per distinct character, and five special ones.
 
     Raises RecipeError when `characters` is empty.
     """
