@@ -27,6 +27,9 @@ END_OF_INPUT = 213
 """Exit code with which the inner shell says that its worker closed the pipe."""
 
 INTERRUPTED = 142
+THREAD_ALLOWANCE = 128
+"""The kernel counts threads, the runtime's too; the watchdog counts processes and acts first."""
+
 READ_BYTES = 1 << 16
 DIAGNOSTIC_BYTES = 4096
 
@@ -71,7 +74,7 @@ def shell_argv(limits: Limits, *, own_process_count: bool) -> list[str]:
         f"ulimit -f {limits.disk_bytes // 1024}",
     ]
     if own_process_count:
-        lines.append(f"ulimit -u {limits.num_processes}")
+        lines.append(f"ulimit -u {limits.num_processes + THREAD_ALLOWANCE}")
     outer = OUTER % {"limits": "\n".join(lines)}
     return ["bash", "--norc", "--noprofile", "-c", outer, INNER]
 

@@ -119,10 +119,11 @@ def read_untrusted(path: Path, *, what: str, limit_bytes: int) -> bytes:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as err:
         raise TransferError(f"{what}: nothing came out ({err.strerror})") from err
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
+        os.close(descriptor)
+        raise TransferError(f"{what}: not a plain file came out")
     with os.fdopen(descriptor, "rb") as stream:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
-            raise TransferError(f"{what}: not a plain file came out")
         data = stream.read(limit_bytes + 1)
     if len(data) > limit_bytes:
         raise TransferError(f"{what}: larger than transfer_bytes={limit_bytes}")

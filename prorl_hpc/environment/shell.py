@@ -210,9 +210,10 @@ class ShellEnvironment:
                 self._busy = False
                 self._last_used = time.monotonic()
             stopped, self._stop = self._stop, None
+            code = KILLED_CODE if stopped else done.code
             return CommandResult(
                 output=sink.value(),
-                exit_code=TIMEOUT_CODE if timed_out else done.code,
+                exit_code=TIMEOUT_CODE if timed_out else code,
                 duration_seconds=duration,
                 timed_out=timed_out,
                 truncated=sink.truncated,

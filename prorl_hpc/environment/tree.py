@@ -85,7 +85,12 @@ class SandboxTree:
         )
 
     def stop(self, memory_bytes: int) -> None:
-        """Kills the commands, and the shell only when it is itself what fills the memory."""
+        """Ends the command: its processes, and the loop in which the shell would start more.
+
+        The shell goes only when it is itself what fills the memory.
+        """
+        self.kill_commands()
+        self.interrupt_shell()
         self.kill_commands()
         info = processes.snapshot().get(self.inner)
         if info is not None and info.resident_bytes > memory_bytes // 2:

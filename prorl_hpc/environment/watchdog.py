@@ -10,9 +10,6 @@ from pathlib import Path
 
 from prorl_hpc.environment.base import EndReason, Limits, Stop
 
-PROCESS_SHARE = 0.95
-"""With an rlimit the count stops at the limit itself: a bomb shows just below it."""
-
 FREE_BYTES_FLOOR = 256 << 20
 """Below this the disk is full for the neighbours too."""
 
@@ -39,7 +36,7 @@ def judge(usage: Usage, *, limits: Limits, num_disk_stops: int = 0) -> Stop | No
     """
     if usage.resident_bytes > limits.memory_bytes:
         return Stop.memory
-    if usage.num_processes >= max(2, int(limits.num_processes * PROCESS_SHARE)):
+    if usage.num_processes > limits.num_processes:
         return Stop.processes
     if usage.disk_bytes is None:
         return None

@@ -516,7 +516,7 @@ async def signals_to_everyone_stay_inside(bench: Bench) -> None:
             assert result.shell_restarted, (attack, result)
             assert await say(environment, "cat kept") == "kept"
         assert await say(neighbour, "echo alive") == "alive"
-        await environment.run("kill -9 -1", PATIENCE_SECONDS)
+        await environment.run("kill -9 -1; sleep 600", PATIENCE_SECONDS)
         await assert_ended(environment, EndReason.shell_killed)
     bench.assert_nothing_left()
 
