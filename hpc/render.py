@@ -93,6 +93,7 @@ def render(
 
     Raises PlanError or SiteError naming the value that no script can hold.
     """
+    _check_directory(plan)
     return {
         part.name: render_chunk(
             plan, site, job=job, part=part, templates=templates, interpreter=interpreter
@@ -156,6 +157,8 @@ def directives(plan: Plan, site: Site, *, job: Job, part: Chunk) -> list[str]:
     placement = site.placement(job.role)
     resources = job.resources
     logs = f"logs/{job.role}/slurm-{'%A_%a' if part.size is not None else '%j'}.out"
+    if "%" in plan.run_directory:  # Slurm would read it as a pattern, also below --chdir
+        logs = f"{plan.run_directory.replace('%', '%%')}/{logs}"
     options: list[tuple[str, str | int | None]] = [
         ("job-name", job_name(plan, job)),
         ("comment", comment(plan, job)),
@@ -227,6 +230,14 @@ def _export(job: Job, *, name: str, value: str) -> str:
             "it, or take the NUL out"
         )
     return f"export {name}={shlex.quote(value)}"
+
+
+def _check_directory(plan: Plan) -> None:
+    if "\\" in plan.run_directory:
+        raise PlanError(
+            f"run directory {plan.run_directory!r} holds a backslash, after which Slurm no longer "
+            "fills in the job id in log names; choose another"
+        )
 
 
 def _comment(text: str) -> str:

@@ -1,0 +1,337 @@
+"""Jobs on a real Slurm, as an ordinary user: chunks, chains, preemption, lost nodes, cancelling.
+
+The jobs are a small program, not the pipeline. Every run directory has a hostile name.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from hpc import ledger
+from hpc.plan import Job, Plan, Resources
+from hpc.rundir import RunDirectory
+from hpc.site import Backend, OnPreempt, Placement, Site
+
+pytestmark = pytest.mark.cluster
+
+DRIVER = """
+import json, sys
+from pathlib import Path
+import msgspec
+from hpc import status, submit
+from hpc.errors import UserError
+from hpc.plan import Plan
+from hpc.site import Site
+what, where, *rest = json.loads(sys.argv[1])
+try:
+    if what == "launch":
+        plan = msgspec.convert(rest[0], Plan)
+        submit.launch(Path(where), plan, msgspec.convert(rest[1], Site))
+    elif what == "states":
+        print(json.dumps([msgspec.to_builtins(s) for s in status.states(Path(where))]))
+    else:
+        getattr(submit, what)(Path(where), *rest)
+except UserError as err:
+    print(err, file=sys.stderr)
+    sys.exit(2)
+"""
+
+PROGRAM = """
+import os, signal, sys, time
+from pathlib import Path
+asked = []
+for number in (signal.SIGTERM, signal.SIGUSR2):
+    signal.signal(number, lambda n, f: asked.append(n))
+run = Path(os.environ["PRORL_RUN_DIR"])
+me = f"{os.environ['PRORL_ROLE']}-{os.environ['PRORL_INDEX']}"
+out = run / "out"
+out.mkdir(exist_ok=True)
+mode = sys.argv[1]
+names = ("PRORL_ATTEMPT", "PRORL_DEADLINE", "CUDA_VISIBLE_DEVICES", "SLURM_NODEID", "HOSTILE",
+         "SLURMD_NODENAME", "SLURM_JOB_END_TIME")
+node = os.environ.get("SLURM_NODEID", "0")
+text = "".join(f"{name}={os.environ.get(name, '')}\\n" for name in names)
+(out / f"{me}.{os.environ['PRORL_ATTEMPT']}.{node}").write_text(text)
+progress = run / "progress" / me
+count = (int(progress.read_text()) if progress.exists() else 0) + 1
+progress.write_text(str(count))
+if mode == "once" or (mode == "steps" and count >= int(sys.argv[2])):
+    sys.exit(0)
+while not asked and not (run / "done").exists():
+    time.sleep(0.05)
+sys.exit(75 if asked else 0)
+"""
+
+HOSTILE = "it's \"so\" $HOME `id` %j #1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Session:
+    """A run of a test, driven as the cluster's user."""
+
+    cluster: Any
+    run: RunDirectory
+    program: Path
+    python: str
+
+    def command(self, *arguments: str) -> tuple[str, ...]:
+        return (self.python, str(self.program), *arguments)
+
+    def drive(self, what: str, *rest: object) -> str:
+        text = json.dumps([what, str(self.run.root), *rest])
+        done = self.cluster.run([self.python, "-c", DRIVER, text], timeout=180)
+        assert done.returncode == 0, done.stderr
+        return str(done.stdout)
+
+    def launch(self, *jobs: Job, **placements: Placement) -> None:
+        plan = Plan(run="test run", run_directory=str(self.run.root), jobs=jobs)
+        site = Site(
+            name="minicluster",
+            backend=Backend.slurm,
+            placements={"default": Placement(partition="cpu"), **placements},
+            accounting=False,
+            max_array_size=self.cluster.max_array_size,
+        )
+        self.drive("launch", msgspec.to_builtins(plan), msgspec.to_builtins(site))
+
+    def states(self) -> list[dict[str, Any]]:
+        return list(json.loads(self.drive("states")))
+
+    def entries(self, kind: type) -> list[Any]:
+        return [e for e in ledger.read(self.run.ledger).entries if isinstance(e, kind)]
+
+    def starts(self, job: str) -> int:
+        return sum(entry.job == job for entry in self.entries(ledger.Start))
+
+    def ends(self, job: str, following: str) -> int:
+        return sum(e.job == job and e.next == following for e in self.entries(ledger.Exit))
+
+    def finish(self) -> None:
+        done = self.cluster.user.run(["touch", str(self.run.root / "done")])
+        assert done.returncode == 0
+
+    def written(self, name: str) -> dict[str, str]:
+        lines = (self.run.root / "out" / name).read_text().splitlines()
+        return dict(line.split("=", 1) for line in lines)
+
+    def said(self) -> str:
+        """What everything wrote, for the message of a failed test."""
+        logs = [p for p in self.run.logs.rglob("*") if p.suffix in (".out", ".log")]
+        texts = [f"{path}:\n{path.read_text(errors='replace')[-1500:]}" for path in logs]
+        return "\n".join([self.run.ledger.read_text(), *texts])
+
+    def wait(self, ready: Callable[[], object], *, what: str, timeout: float = 180.0) -> None:
+        from tests.cluster.conftest import poll
+
+        try:
+            poll(ready, what=what, timeout=timeout)
+        except AssertionError as err:
+            raise AssertionError(f"{err}\n{self.said()}") from err
+
+
+@pytest.fixture
+def session(cluster: Any) -> Any:
+    base = cluster.user.new_directory("jobs")
+    root = base / HOSTILE
+    python = sys.executable
+    program = base / "program.py"
+    written = cluster.user.run(["bash", "-c", f"cat > {program} <<'END'\n{PROGRAM}\nEND"])
+    assert written.returncode == 0, written.stderr
+    made = Session(cluster=cluster, run=RunDirectory(root), program=program, python=python)
+    yield made
+    if root.exists():
+        cluster.user.run(["touch", str(root / "stop"), str(root / "done")])
+        ids = {entry.job_id for entry in made.entries(ledger.Submit)}
+        ids |= {entry.job_id for entry in made.entries(ledger.Requeue)}
+        if ids:
+            cluster.run(["scancel", "--quiet", *ids])
+
+
+def job(session: Session, name: str, *arguments: str, **changes: Any) -> Job:
+    resources = {
+        "nodes": changes.pop("nodes", 1),
+        "cpus_per_node": changes.pop("cpus", 1),
+        "memory_mib": 100,
+        "gpus_per_node": changes.pop("gpus", 0),
+        "walltime_minutes": changes.pop("minutes", 30),
+    }
+    settings = {"grace_seconds": 20, "role": name, **changes}
+    return Job(
+        name=name,
+        command=session.command(*arguments),
+        resources=Resources(**resources),
+        **settings,
+    )
+
+
+def test_array_above_max_array_size(session: Session) -> None:
+    size = session.cluster.max_array_size + 3
+    environment = (("HOSTILE", HOSTILE),)
+    session.launch(
+        job(session, "rollout", "once", array_size=size, array_limit=24, environment=environment)
+    )
+    session.wait(
+        lambda: session.ends("rollout", "finished") >= size, what="all tasks end", timeout=400
+    )
+    submits = session.entries(ledger.Submit)
+    assert [entry.index_offset for entry in submits] == [0, session.cluster.max_array_size]
+    indexes = sorted(entry.index for entry in session.entries(ledger.Start))
+    assert indexes == list(range(size))
+    written = session.written(f"rollout-{size - 1}.1.0")
+    assert written["HOSTILE"] == HOSTILE
+    assert written["PRORL_DEADLINE"].isdigit()
+    session.wait(
+        lambda: {state["phase"] for state in session.states()} == {"finished"}, what="states agree"
+    )
+
+
+def test_preempted_tasks_come_back(session: Session) -> None:
+    tasks = job(session, "rollout", "wait", array_size=2, cpus=16)
+    session.launch(tasks, rollout=Placement(partition="preemptible"))
+    session.wait(lambda: session.starts("rollout") == 2, what="both tasks start")
+    urgent = ("--partition=urgent", "--nodes=3", "--exclusive", "--time=5", "--mem=100")
+    session.cluster.sbatch("sleep 2", *urgent, cwd=Path("/tmp"))
+    session.wait(lambda: session.starts("rollout") == 4, what="both tasks come back")
+    session.finish()
+    session.wait(lambda: session.ends("rollout", "finished") == 2, what="both tasks end")
+    for index in (0, 1):
+        logs = session.run.job_logs("rollout", index=index)
+        assert {path.name for path in logs.glob("attempt-*")} == {"attempt-1", "attempt-2"}
+
+
+def test_preempted_tasks_submit_themselves_again_where_slurm_cancels(session: Session) -> None:
+    change = ["scontrol", "update", "PartitionName=preemptible"]
+    done = session.cluster.run([*change, "PreemptMode=CANCEL"], as_user=False)
+    assert done.returncode == 0, done.stderr
+    try:
+        tasks = job(session, "rollout", "wait", array_size=2, cpus=16)
+        place = Placement(partition="preemptible", on_preempt=OnPreempt.cancel)
+        session.launch(tasks, rollout=place)
+        session.wait(lambda: session.starts("rollout") == 2, what="both tasks start")
+        urgent = ("--partition=urgent", "--nodes=3", "--exclusive", "--time=5", "--mem=100")
+        session.cluster.sbatch("sleep 2", *urgent, cwd=Path("/tmp"))
+        session.wait(lambda: session.starts("rollout") == 4, what="both tasks come back")
+    finally:
+        session.cluster.run([*change, "PreemptMode=REQUEUE"], as_user=False)
+    assert len(session.entries(ledger.Requeue)) == 2
+    session.finish()
+    session.wait(
+        lambda: {state["phase"] for state in session.states()} == {"finished"}, what="all finished"
+    )
+
+
+def test_chain_over_walltimes(session: Session) -> None:
+    session.launch(job(session, "learner", "steps", "3", minutes=1, grace_seconds=50))
+    session.wait(lambda: session.ends("learner", "finished") == 1, what="the chain ends")
+    assert [entry.attempt for entry in session.entries(ledger.Start)] == [1, 2, 3]
+    again = [entry for entry in session.entries(ledger.Exit) if entry.next == "again"]
+    assert [(entry.code, entry.asked) for entry in again] == [(75, "USR2"), (75, "USR2")]
+
+
+def test_gpus_in_a_reservation(session: Session) -> None:
+    place = Placement(partition="gpu", reservation="h100", gpu_type="h100")
+    session.launch(job(session, "learner", "once", gpus=8), learner=place)
+    session.wait(lambda: session.ends("learner", "finished") == 1, what="the job ends")
+    written = session.written("learner-0.1.0")
+    assert written["CUDA_VISIBLE_DEVICES"] == "0,1,2,3,4,5,6,7"
+    assert written["SLURMD_NODENAME"] == session.cluster.gpu_nodes[0]
+
+
+def test_several_nodes_run_the_command_once_each(session: Session) -> None:
+    session.launch(job(session, "learner", "once", nodes=2))
+    session.wait(lambda: session.ends("learner", "finished") == 1, what="the job ends")
+    assert session.written("learner-0.1.0")["SLURM_NODEID"] == "0"
+    assert session.written("learner-0.1.1")["SLURM_NODEID"] == "1"
+
+
+def test_scancel_of_one_task_is_final(session: Session) -> None:
+    session.launch(job(session, "rollout", "wait", array_size=2))
+    session.wait(lambda: session.starts("rollout") == 2, what="both tasks start")
+    (submit,) = session.entries(ledger.Submit)
+    assert session.cluster.run(["scancel", f"{submit.job_id}_1"]).returncode == 0
+    session.wait(
+        lambda: [state["phase"] for state in session.states()] == ["running", "cancelled"],
+        what="one runs, one is cancelled",
+    )
+    session.finish()
+    session.wait(lambda: session.ends("rollout", "finished") == 1, what="the other ends")
+    assert session.starts("rollout") == 2
+
+
+def test_cancel_then_resume(session: Session) -> None:
+    buffer = job(session, "buffer", "wait")
+    session.launch(buffer, job(session, "learner", "wait", after=("buffer",)))
+    session.wait(lambda: session.starts("learner") == 1, what="the learner starts")
+    session.drive("cancel")
+    session.wait(
+        lambda: {state["phase"] for state in session.states()} == {"cancelled"}, what="cancelled"
+    )
+    session.drive("resume")
+    session.wait(lambda: session.starts("learner") == 2, what="the learner is back")
+    session.finish()
+    session.wait(
+        lambda: {state["phase"] for state in session.states()} == {"finished"}, what="finished"
+    )
+
+
+def test_launching_twice_doubles_nothing(session: Session) -> None:
+    jobs = (
+        job(session, "buffer", "wait"),
+        job(session, "rollout", "wait", array_size=2, after=("buffer",)),
+    )
+    session.launch(*jobs)
+    session.launch(*jobs)
+    assert len(session.entries(ledger.Submit)) == 2
+    # a crash after sbatch and before the ledger's line: the submission is found, not doubled
+    session.wait(lambda: session.starts("rollout") == 2, what="both tasks start")
+    lines = session.run.ledger.read_text().splitlines(keepends=True)
+    kept = [line for line in lines if '"submit"' not in line and '"start"' not in line]
+    session.run.ledger.write_text("".join(kept))
+    session.launch(*jobs)
+    assert len(session.entries(ledger.Submit)) == 2
+    assert len(session.entries(ledger.Intent)) == 2
+    queued = session.cluster.run(["squeue", "-h", "-r", "-t", "R", "-u", session.cluster.user.name])
+    assert len(queued.stdout.splitlines()) == 3
+    session.finish()
+
+
+def test_scale_up_and_down(session: Session) -> None:
+    session.launch(job(session, "rollout", "wait", array_size=1))
+    session.wait(lambda: session.starts("rollout") == 1, what="the first task starts")
+    session.drive("scale", "rollout", 3)
+    session.wait(lambda: session.starts("rollout") == 3, what="two more start")
+    session.drive("scale", "rollout", 2)
+    session.wait(
+        lambda: [state["phase"] for state in session.states()]
+        == ["running", "running", "cancelled"],
+        what="the third task leaves",
+    )
+    session.finish()
+    session.wait(lambda: session.ends("rollout", "finished") == 2, what="two tasks end")
+
+
+def test_lost_node(session: Session) -> None:
+    session.launch(job(session, "rollout", "wait", array_size=1))
+    session.wait(lambda: session.starts("rollout") == 1, what="the task starts")
+    node = session.written("rollout-0.1.0")["SLURMD_NODENAME"]
+    session.cluster.crash(node)
+    try:
+        session.wait(lambda: session.starts("rollout") == 2, what="the task starts elsewhere")
+        assert session.written("rollout-0.2.0")["SLURMD_NODENAME"] != node
+    finally:
+        session.cluster.start_slurmd(node)
+    session.finish()
+    session.wait(lambda: session.ends("rollout", "finished") == 1, what="the task ends")
+    session.wait(lambda: session.cluster.node_state(node) == "idle", what="the node is back")
+
+
+def test_partition_that_does_not_exist(session: Session) -> None:
+    with pytest.raises(AssertionError, match="partition 'nowhere' doesn't exist"):
+        session.launch(job(session, "rollout", "once"), rollout=Placement(partition="nowhere"))
+    assert not session.run.ledger.exists()
