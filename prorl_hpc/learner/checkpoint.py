@@ -62,7 +62,12 @@ class LearnerState(msgspec.Struct, frozen=True, kw_only=True):
     reference: ReferenceIdentity | None
     has_moments: bool
     """False before the first step and after a reset that cleared the optimizer."""
+    last_kl: float | None = None
+    """KL of the last step: the reset controller may still have to see it."""
+    decided_step: int = -1
+    """Step whose validation and reset decision are done."""
     skipped_steps: int = 0
+    """Steps so far that changed nothing (no usable group, or a gradient that wasn't finite)."""
     rng: str = ""
     """torch's CPU generator, base64."""
     world: int = 1
@@ -196,6 +201,21 @@ def _alone_is_fine() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*torch.distributed is disabled.*")
         yield
+
+
+def load_policy(path: Path, *, model: PolicyModel, ranks: Ranks) -> None:
+    """Fills the model alone from a checkpoint (roll-back)."""
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    tensors = {f"model/{name}": p.detach() for name, p in model.named_weights()}
+    with torch.no_grad(), _alone_is_fine():
+        load(
+            tensors,
+            checkpoint_id=path / TENSORS,
+            process_group=ranks.control,
+            no_dist=ranks.world == 1,
+        )
+    reshard(model)
 
 
 def rng_text() -> str:

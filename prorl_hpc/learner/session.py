@@ -1,0 +1,241 @@
+"""One rank of the learner from its first line to its exit code. Knows the run and its allocation.
+
+prepare start (rank 0) -> join -> load newest checkpoint or begin -> connect -> loop
+"""
+
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+
+from hpc.allocation import Allocation, StopFlag
+from hpc.errors import EXIT_CONTINUE, EXIT_DONE, EXIT_USER, HpcError, UserError
+from prorl_hpc.buffer.client import LearnerClient, locate_buffer
+from prorl_hpc.buffer.keys import load_client_keys
+from prorl_hpc.buffer.messages import Fenced, GroupIds, WireError
+from prorl_hpc.buffer.reader import GroupReader
+from prorl_hpc.learner.algorithm_error import AlgorithmError
+from prorl_hpc.learner.checkpoint import LearnerState, load_newest, restore
+from prorl_hpc.learner.collect import NoBatch
+from prorl_hpc.learner.distributed import Ranks, join, leave, use_determinism
+from prorl_hpc.learner.filtering import EffectiveSamples
+from prorl_hpc.learner.model import build_policy
+from prorl_hpc.learner.objective import objective_config
+from prorl_hpc.learner.optimizer import build_optimizer
+from prorl_hpc.learner.publish import publish_start
+from prorl_hpc.learner.record import Recorder, log
+from prorl_hpc.learner.reference import Reference
+from prorl_hpc.learner.reset import ResetState, state_to_json
+from prorl_hpc.learner.stages import check_stages
+from prorl_hpc.learner.step import Stepper
+from prorl_hpc.learner.train import Client, Loop
+from prorl_hpc.learner.warmup import prepare_start
+from prorl_hpc.policy import discard_newer
+from prorl_hpc.recipe import Recipe, load_recipe
+from prorl_hpc.run import Run
+
+Connect = Callable[[], Client]
+
+
+def check_learner(recipe: Recipe) -> None:
+    """Refuses settings with which the loop could not go on; raises AlgorithmError."""
+    check_stages(recipe.algorithm.stages)
+    every, staleness = recipe.learner.publish_every_steps, recipe.algorithm.max_staleness
+    if every > staleness + 1:
+        raise AlgorithmError(
+            f"learner.publish_every_steps={every} needs algorithm.max_staleness={every - 1} or "
+            f"more (it is {staleness}): rollouts would wait for a policy that never comes"
+        )
+
+
+def run_rank(run: Run, *, allocation: Allocation, flag: StopFlag) -> int:
+    """Runs this rank; returns its exit code."""
+    client: LearnerClient | None = None
+
+    def connect() -> Client:
+        nonlocal client
+        client = LearnerClient(
+            locate_buffer(run),
+            keys=load_client_keys(run, role="learner"),
+            run=run.name,
+            attempt=allocation.attempt,
+            patience_seconds=min(load_recipe(run.recipe).buffer.peer_seconds, 600.0),
+        )
+        return client
+
+    reader = GroupReader(run)
+    try:
+        return guarded(
+            lambda: train(
+                run, connect=connect, read=reader.read, stop_reason=lambda: flag.reason or None
+            )
+        )
+    finally:
+        if client is not None:
+            client.close()
+        reader.close()
+
+
+def guarded(body: Callable[[], str]) -> int:
+    """Runs `body` and turns its end into an exit code, with one line where it failed."""
+    try:
+        reason = body()
+    except UserError as err:
+        print(f"prorl-hpc: {err}", file=sys.stderr, flush=True)
+        return EXIT_USER
+    except Fenced as err:
+        print(f"prorl-hpc: {err}", file=sys.stderr, flush=True)
+        return 1
+    except (NoBatch, WireError, OSError) as err:
+        # Lost peers and full disks may be gone at the next attempt; its chain is bounded.
+        log(f"stopping, to be started again: {err}")
+        return EXIT_CONTINUE
+    except HpcError as err:
+        print(f"prorl-hpc: {err}", file=sys.stderr, flush=True)
+        return 1
+    except RuntimeError as err:
+        if not is_lost_rank(err):
+            raise
+        log(f"stopping, to be started again: another rank is gone ({err})")
+        return EXIT_CONTINUE
+    if reason == "done":
+        log("all steps are done")
+        return EXIT_DONE
+    log(f"stopped: {reason}")
+    return EXIT_CONTINUE
+
+
+def is_lost_rank(err: RuntimeError) -> bool:
+    """Whether a collective failed because another rank has ended."""
+    text = str(err)
+    return torch.distributed.is_initialized() and any(
+        sign in text for sign in ("Connection", "gloo", "NCCL", "Socket", "peer")
+    )
+
+
+def train(
+    run: Run,
+    *,
+    connect: Connect,
+    read: Callable[..., object],
+    stop_reason: Callable[[], str | None],
+    ranks: Ranks | None = None,
+) -> str:
+    """Trains to the end or to a stop; returns "done" or the reason. Joins ranks if not given."""
+    recipe = load_recipe(run.recipe)
+    check_learner(recipe)
+    # Rank 0 may wait for a batch as long as the recipe allows; the others wait for rank 0.
+    own = ranks is None
+    ranks = ranks or join(timeout_seconds=2 * recipe.learner.batch_seconds + 1800)
+    try:
+        if recipe.learner.deterministic:
+            use_determinism(ranks.device)
+        _prepare(recipe, run, ranks=ranks)
+        loop, resumed = build_loop(
+            recipe, run, ranks=ranks, connect=connect, read=read, stop_reason=stop_reason
+        )
+        try:
+            loop.start(resumed=resumed)
+            return loop.train()
+        finally:
+            if ranks.is_first:
+                loop.recorder.close()
+    finally:
+        if own:
+            leave(ranks)
+
+
+def _prepare(recipe: Recipe, run: Run, *, ranks: Ranks) -> None:
+    """Rank 0 makes the starting policy; what goes wrong there is raised on every rank."""
+    problem: Exception | None = None
+    if ranks.is_first:
+        try:
+            prepare_start(recipe, run, device=ranks.device)
+        except (HpcError, OSError) as err:
+            problem = err
+    problem = ranks.broadcast(problem)
+    if problem is not None:
+        raise problem
+
+
+def build_loop(
+    recipe: Recipe,
+    run: Run,
+    *,
+    ranks: Ranks,
+    connect: Connect,
+    read: Callable[..., object],
+    stop_reason: Callable[[], str | None],
+) -> tuple[Loop, bool]:
+    """The loop at its newest checkpoint (true), or at step 0 with version 0 published (false)."""
+    started = time.monotonic()
+    torch.manual_seed(recipe.seed)
+    model = build_policy(
+        run.model_start,
+        recipe.model,
+        ranks=ranks,
+        chunk_tokens=recipe.learner.head_chunk_tokens,
+    )
+    optimizer = build_optimizer([p for _, p in model.named_weights()], config=recipe.algorithm)
+    stepper = Stepper(
+        model=model,
+        optimizer=optimizer,
+        algorithm=recipe.algorithm,
+        objective=objective_config(recipe.algorithm, max_new_tokens=recipe.rollout.max_new_tokens),
+        ranks=ranks,
+        tokens_per_micro_batch=recipe.learner.tokens_per_micro_batch,
+    )
+    found = load_newest(run, ranks=ranks, report=log)
+    if found is None:
+        state = _first_state()
+        if stepper.objective.needs_reference:
+            stepper.reference = Reference.of(model, index=0, step=0, ranks=ranks)
+        if ranks.is_first:
+            discard_newer(run, 0)
+            publish_start(run)
+    else:
+        path, state = found
+        stepper.reference = restore(
+            path,
+            state,
+            model=model,
+            optimizer=optimizer,
+            with_reference=stepper.objective.needs_reference,
+            ranks=ranks,
+        )
+        if stepper.objective.needs_reference and stepper.reference is None:
+            # The coefficient was 0 before: the reference begins here.
+            index = int(state.reset.get("num_resets", 0))
+            stepper.reference = Reference.of(model, index=index, step=state.step, ranks=ranks)
+        if ranks.is_first:
+            discard_newer(run, state.step)
+    ranks.barrier()
+    if ranks.is_first:
+        where = "starting" if found is None else f"resuming at step {state.step}"
+        log(f"{where} on {ranks.world} ranks after {time.monotonic() - started:.1f} s")
+    loop = Loop(
+        recipe=recipe,
+        run=run,
+        ranks=ranks,
+        stepper=stepper,
+        state=state,
+        client=connect() if ranks.is_first else None,  # type: ignore[arg-type]
+        read=read,  # type: ignore[arg-type]
+        recorder=Recorder(run) if ranks.is_first else None,  # type: ignore[arg-type]
+        stop_reason=stop_reason,
+    )
+    return loop, found is not None
+
+
+def _first_state() -> LearnerState:
+    return LearnerState(
+        step=0,
+        version=0,
+        consumed=GroupIds(),
+        filtered=0,
+        samples=EffectiveSamples(),
+        reset=state_to_json(ResetState()),
+        reference=None,
+        has_moments=False,
+    )
