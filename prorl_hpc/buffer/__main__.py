@@ -63,8 +63,7 @@ def train_size_of(recipe: Recipe, name: str) -> int:
     from prorl_hpc.records import Kind
     from prorl_hpc.tasks.registry import make_task
 
-    size: int = make_task(name, recipe.tasks[name], seed=recipe.seed).size(Kind.train)
-    return size
+    return make_task(name, recipe.tasks[name], recipe.seed).size(Kind.train)
 
 
 def serve(run: Run, *, allocation: Allocation) -> Ended:

@@ -198,10 +198,12 @@ class AsyncChannel:
         try:
             while time.monotonic() - max(started, self._heard) < self._patience_seconds:
                 await self._send(message)
-                done, _ = await asyncio.wait({future}, timeout=RESEND_SECONDS)
-                if done:
-                    return checked(future.result(), address=str(self.address))
-                self._reconsider()
+                resend = time.monotonic() + RESEND_SECONDS
+                while time.monotonic() < resend and self._socket is not None:
+                    done, _ = await asyncio.wait({future}, timeout=1.0)
+                    if done:
+                        return checked(future.result(), address=str(self.address))
+                    self._reconsider()
         finally:
             self._waiting.pop(number, None)
         raise gone(self.address, seconds=self._patience_seconds)

@@ -61,7 +61,7 @@ def test_groups_go_from_lease_to_learner(tmp_path: Path) -> None:
         reader.close()
         learner.published(1)
         assert asyncio.run(node()) == 8  # one more batch came within the limit
-        assert learner.status().groups_ready == 2
+        wait_for(lambda: learner.status().groups_ready == 2, what="both groups to close")
         learner.finish("all steps are done")
         learner.close()
         buffer.join()
@@ -256,24 +256,24 @@ def test_clean_stop_tells_nodes_and_learner(tmp_path: Path) -> None:
 def test_a_second_server_fences_the_first(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     with serving(run) as old:
-        wait_for(lambda: old.server.service.store.idle, what="the first owner's line")
         learner = old.learner()
-        with serving(run, attempt=2) as new:
 
-            async def node() -> None:
-                late = await old.rollout()
-                lease = (await late.lease(4)).leases
-                assert lease
-                push = asyncio.create_task(late.push(produce(lease[0])))
+        async def node() -> None:
+            late = await old.rollout()
+            lease = (await late.lease(4)).leases[0]
+            wait_for(lambda: old.server.service.store.idle, what="the first owner's lines")
+            with serving(run, attempt=2) as new:
+                push = asyncio.create_task(late.push(produce(lease)))
                 await asyncio.to_thread(old.join)
+                assert not push.done()
                 push.cancel()
-                await late.close()
+                other = new.learner(attempt=2)
+                assert other.status().trajectories == 0
+                other.close()
+            await late.close()
 
-            asyncio.run(node())
-            assert "taken over" in str(old.ended)
-            other = new.learner(attempt=2)
-            assert other.status().trajectories == 0
-            other.close()
+        asyncio.run(node())
+        assert "taken over" in str(old.ended)
         learner.close()
 
 
