@@ -76,7 +76,8 @@ def call(argv: Sequence[str], *, timeout_seconds: float = TIMEOUT_SECONDS) -> st
     except subprocess.TimeoutExpired as err:
         raise SubmitError(f"{argv[0]} didn't answer within {timeout_seconds:.0f} s") from err
     if done.returncode != 0:
-        said = " ".join(done.stderr.decode(errors="replace").split()) or "no message"
+        words = (done.stderr or done.stdout).decode(errors="replace").split()
+        said = " ".join(words) or "no message"
         raise SubmitError(f"{argv[0]} failed: {said}")
     return done.stdout.decode(errors="replace")
 

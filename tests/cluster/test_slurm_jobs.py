@@ -68,7 +68,7 @@ while not asked and not (run / "done").exists():
 sys.exit(75 if asked else 0)
 """
 
-HOSTILE = "it's \"so\" $HOME `id` %j #1"
+HOSTILE = 'it\'s "so" $HOME `id` %j #1'
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -308,8 +308,9 @@ def test_scale_up_and_down(session: Session) -> None:
     session.wait(lambda: session.starts("rollout") == 3, what="two more start")
     session.drive("scale", "rollout", 2)
     session.wait(
-        lambda: [state["phase"] for state in session.states()]
-        == ["running", "running", "cancelled"],
+        lambda: (
+            [state["phase"] for state in session.states()] == ["running", "running", "cancelled"]
+        ),
         what="the third task leaves",
     )
     session.finish()
