@@ -1,0 +1,19 @@
+"""The agent of each task of a recipe. Checks at start that its template can carry it."""
+
+from typing import Any
+
+from prorl_hpc.agents.bash import Bash
+from prorl_hpc.agents.episode import Agent
+from prorl_hpc.agents.render import observation_renderer
+from prorl_hpc.agents.single_turn import SingleTurn
+from prorl_hpc.agents.tools import TOOLS, Tools
+from prorl_hpc.recipe import AgentKind, TaskConfig
+
+
+def make_agent(config: TaskConfig, *, tokenizer: Any) -> Agent:
+    """Raises TokenizerError when the chat template can't carry the agent's observations."""
+    if config.agent is AgentKind.bash:
+        return Bash(observation_renderer(tokenizer, role="user"))
+    if config.agent is AgentKind.tools:
+        return Tools(observation_renderer(tokenizer, role="tool", tools=TOOLS))
+    return SingleTurn()

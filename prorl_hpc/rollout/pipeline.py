@@ -1,0 +1,351 @@
+"""INIT -> RUN -> EVAL of one attempt at an instance, each stage with its own bound.
+
+    lease --> [INIT: instance, environment] --> [RUN: agent and engine] --> [EVAL: verifier] --> trajectory
+                   init_workers                     run_workers                eval_workers
+
+Many attempts are in the pipeline at once; one that waits for a stage holds no place in another.
+Whatever happens, a trajectory comes out: failures that aren't the agent's fault become the outcome
+`infrastructure_failure`, with the reason, and never a reward. Knows no lease's bookkeeping.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from hpc.errors import HpcError
+from hpc.isolation import Isolation
+from prorl_hpc.agents.episode import Agent, Conversation, Limits
+from prorl_hpc.environment.base import EndReason, Environment, EnvironmentEnded
+from prorl_hpc.inference.engine import Engine, EngineError, Sampling
+from prorl_hpc.recipe import Recipe, TaskConfig
+from prorl_hpc.records import Instance, Kind, Lease, Outcome, Score, Trajectory
+from prorl_hpc.rollout.scoring import VerifierTimeout
+from prorl_hpc.rollout.verifier import Request
+from prorl_hpc.rollout.versions import Versions
+from prorl_hpc.tasks.base import Task, VerifierError
+from prorl_hpc.tasks.environment_task import EnvironmentTask, MakeEnvironment
+
+log = logging.getLogger("prorl_hpc.rollout")
+
+RESULT_SECONDS = 300.0
+"""Bound of taking the agent's result out of its environment."""
+
+
+class Scorer(Protocol):
+    """What scores the answers of tasks without an environment."""
+
+    async def score(self, request: Request, *, timeout_seconds: float) -> Score: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parts:
+    """What a pipeline works with."""
+
+    recipe: Recipe
+    tasks: Mapping[str, Task]
+    agents: Mapping[str, Agent]
+    """By the key of the task."""
+    tokenizer: Any
+    engine: Engine
+    versions: Versions
+    scorer: Scorer
+    make_environment: MakeEnvironment | None
+    worker: str
+    attempt: int
+    clock: Callable[[], float] = time.monotonic
+
+
+@dataclass(kw_only=True, slots=True)
+class _Attempt:
+    """What is known so far of one attempt."""
+
+    lease: Lease
+    rollout_index: int
+    stage: str = "init"
+    timings: dict[str, float] = field(default_factory=dict)
+    isolation: dict[str, str] = field(default_factory=dict)
+    instance: Instance | None = None
+    conversation: Conversation | None = None
+    outcome: Outcome | None = None
+    """Set where the way the episode ended decides it; else the score does."""
+    finish_reason: str = ""
+    detail: str = ""
+    result: bytes | None = None
+
+
+class Pipeline:
+    """All attempts of one node."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        rollout = parts.recipe.rollout
+        self._stages = {
+            "init": asyncio.Semaphore(rollout.init_workers),
+            "run": asyncio.Semaphore(rollout.run_workers),
+            "eval": asyncio.Semaphore(rollout.eval_workers),
+        }
+        self.occupied = dict.fromkeys(self._stages, 0)
+        """Attempts at work per stage, just now."""
+
+    async def produce(self, lease: Lease, rollout_index: int) -> Trajectory:
+        """One attempt, whatever becomes of it. Only cancelling ends it without a trajectory.
+
+        The caller has bound the lease's version (`Versions.bind`); it is unbound here.
+        """
+        attempt = _Attempt(lease=lease, rollout_index=rollout_index)
+        bound = [lease.policy_version]
+        started = self._parts.clock()
+        try:
+            async with AsyncExitStack() as stack:
+                environment = await self._init(attempt, stack)
+                async with self._parts.versions.held(lease.policy_version):
+                    await self._run(attempt, environment)
+                self._parts.versions.unbind(bound.pop())
+                await self._take_result(attempt, environment)
+            score = await self._eval(attempt)
+        except HpcError as err:
+            return self._failed(attempt, f"{type(err).__name__}: {err}", started=started)
+        except Exception as err:
+            # A defect here or in a task; one attempt must not end the node.
+            log.exception("attempt %s of %s failed", rollout_index, lease.group_id)
+            return self._failed(attempt, f"{type(err).__name__}: {err}", started=started)
+        finally:
+            for version in bound:
+                self._parts.versions.unbind(version)
+        return self._finished(attempt, score, started=started)
+
+    @asynccontextmanager
+    async def _stage(self, attempt: _Attempt, name: str) -> AsyncIterator[None]:
+        """A place in a stage; its time goes to the attempt's timings."""
+        attempt.stage = name
+        async with self._stages[name]:
+            self.occupied[name] += 1
+            entered = self._parts.clock()
+            try:
+                yield
+            finally:
+                self.occupied[name] -= 1
+                spent = self._parts.clock() - entered
+                attempt.timings[name] = attempt.timings.get(name, 0.0) + spent
+
+    async def _init(self, attempt: _Attempt, stack: AsyncExitStack) -> Environment | None:
+        parts, lease = self._parts, attempt.lease
+        async with self._stage(attempt, "init"):
+            task = self._task(lease)
+            instance = await asyncio.to_thread(task.instance, lease.instance_index, kind=lease.kind)
+            attempt.instance = instance
+            if not isinstance(task, EnvironmentTask):
+                return None
+            if parts.make_environment is None:
+                raise EngineError(f"task {lease.task} needs an environment; this node makes none")
+            environment = parts.make_environment(task.environment_spec(instance))
+            try:
+                async with asyncio.timeout(parts.recipe.rollout.environment_seconds):
+                    await stack.enter_async_context(environment)
+                    await task.setup(instance, environment)
+            except TimeoutError as err:
+                bound = parts.recipe.rollout.environment_seconds
+                raise EngineError(f"the environment wasn't ready within {bound:g} s") from err
+            attempt.isolation = _plain(environment.isolation)
+            return environment
+
+    async def _run(self, attempt: _Attempt, environment: Environment | None) -> None:
+        parts, lease = self._parts, attempt.lease
+        assert attempt.instance is not None
+        config = parts.recipe.tasks[lease.task]
+        attempt.conversation = self._conversation(attempt, config)
+        async with self._stage(attempt, "run"):
+            bound = parts.recipe.rollout.episode_seconds
+            try:
+                async with asyncio.timeout(bound) as limit:
+                    await parts.agents[lease.task].run(
+                        attempt.conversation,
+                        messages=attempt.instance.messages,
+                        environment=environment,
+                    )
+            except EnvironmentEnded as err:
+                timed = err.reason in (EndReason.wall, EndReason.idle)
+                attempt.outcome = Outcome.agent_timeout if timed else Outcome.invalid
+                attempt.finish_reason = "time" if timed else "error"
+                attempt.detail = str(err)
+            except TimeoutError as err:
+                if not limit.expired():
+                    raise
+                if not any(attempt.conversation.transcript.loss_mask):
+                    raise EngineError(
+                        f"no answer within {bound:g} s; is the engine alive?"
+                    ) from err
+                attempt.outcome, attempt.finish_reason = Outcome.agent_timeout, "time"
+                attempt.detail = f"the episode took more than {bound:g} s"
+
+    async def _take_result(self, attempt: _Attempt, environment: Environment | None) -> None:
+        """What the agent leaves behind; its environment is closed after this."""
+        if environment is None or attempt.finish_reason == "error":
+            return
+        task = self._task(attempt.lease)
+        assert isinstance(task, EnvironmentTask)
+        assert attempt.instance is not None
+        try:
+            async with asyncio.timeout(RESULT_SECONDS):
+                attempt.result = await task.result(attempt.instance, environment)
+        except EnvironmentEnded as err:
+            attempt.outcome = attempt.outcome or Outcome.invalid
+            attempt.detail = attempt.detail or str(err)
+        except TimeoutError as err:
+            raise EngineError(f"taking the result took over {RESULT_SECONDS:g} s") from err
+
+    async def _eval(self, attempt: _Attempt) -> Score:
+        conversation, instance = attempt.conversation, attempt.instance
+        assert conversation is not None
+        assert instance is not None
+        task, lease = self._task(attempt.lease), attempt.lease
+        config = self._parts.recipe.tasks[lease.task]
+        if not any(conversation.transcript.loss_mask):
+            attempt.detail = attempt.detail or "the prompt leaves no room for an answer"
+            return Score(reward=0.0, outcome=Outcome.truncated)
+        async with self._stage(attempt, "eval"):
+            if isinstance(task, EnvironmentTask):
+                return await self._eval_in_environment(attempt, task, config)
+            if attempt.outcome is Outcome.agent_timeout:
+                return Score(reward=0.0)
+            request = Request(
+                task=lease.task,
+                kind=lease.kind,
+                index=lease.instance_index,
+                response=conversation.text,
+            )
+            try:
+                return await self._parts.scorer.score(
+                    request, timeout_seconds=config.score_timeout_seconds
+                )
+            except VerifierTimeout as err:
+                # An answer that keeps the verifier busy for ever is no answer.
+                attempt.detail = str(err)
+                components = {"verifier_timeout": 1.0}
+                return Score(reward=0.0, components=components, outcome=Outcome.invalid)
+
+    async def _eval_in_environment(
+        self, attempt: _Attempt, task: EnvironmentTask, config: TaskConfig
+    ) -> Score:
+        assert attempt.conversation is not None
+        assert attempt.instance is not None
+        if attempt.result is None:
+            return Score(reward=0.0)
+        assert self._parts.make_environment is not None
+        try:
+            async with asyncio.timeout(config.score_timeout_seconds):
+                return await task.score_in(
+                    attempt.instance,
+                    result=attempt.result,
+                    response=attempt.conversation.text,
+                    make_environment=self._parts.make_environment,
+                )
+        except TimeoutError as err:
+            raise VerifierError(
+                f"scoring took more than tasks.{task.name}.score_timeout_seconds="
+                f"{config.score_timeout_seconds:g}"
+            ) from err
+
+    def _task(self, lease: Lease) -> Task:
+        try:
+            return self._parts.tasks[lease.task]
+        except KeyError as err:
+            raise VerifierError(f"task {lease.task!r} of a lease isn't in the recipe") from err
+
+    def _conversation(self, attempt: _Attempt, config: TaskConfig) -> Conversation:
+        parts, lease = self._parts, attempt.lease
+        recipe = parts.recipe
+        context_tokens = lease.context_tokens or recipe.model.context_tokens
+        most = config.max_new_tokens or recipe.rollout.max_new_tokens
+        return Conversation(
+            tokenizer=parts.tokenizer,
+            engine=parts.engine,
+            sampling=sampling_of(recipe, config, kind=lease.kind),
+            limits=Limits(
+                context_tokens=context_tokens, max_new_tokens=most, max_turns=config.max_turns
+            ),
+            seed=lease.seed,
+            rollout_index=attempt.rollout_index,
+            affinity=f"{lease.group_id}-{attempt.rollout_index}",
+        )
+
+    def _finished(self, attempt: _Attempt, score: Score, *, started: float) -> Trajectory:
+        conversation = attempt.conversation
+        assert conversation is not None
+        outcome = attempt.outcome or score.outcome
+        if outcome is Outcome.infrastructure_failure:
+            return self._failed(
+                attempt, "the verifier reports a failure of its own", started=started
+            )
+        if conversation.truncated and attempt.outcome is None:
+            outcome = Outcome.truncated
+        tokens, loss_mask, logprobs, versions = conversation.transcript.arrays()
+        return Trajectory(
+            **self._frame(attempt, started=started),
+            tokens=tokens,
+            loss_mask=loss_mask,
+            logprobs=logprobs,
+            versions=versions,
+            reward=float(score.reward),
+            components=dict(score.components),
+            outcome=outcome,
+            finish_reason=attempt.finish_reason or conversation.finish_reason,
+            detail=attempt.detail,
+        ).check()
+
+    def _failed(self, attempt: _Attempt, detail: str, *, started: float) -> Trajectory:
+        from prorl_hpc.agents.episode import Transcript
+
+        tokens, loss_mask, logprobs, versions = Transcript().arrays()
+        line = " ".join(detail.split())[:500]
+        return Trajectory(
+            **self._frame(attempt, started=started),
+            tokens=tokens,
+            loss_mask=loss_mask,
+            logprobs=logprobs,
+            versions=versions,
+            reward=None,
+            outcome=Outcome.infrastructure_failure,
+            finish_reason="error",
+            detail=f"{attempt.stage}: {line}",
+        ).check()
+
+    def _frame(self, attempt: _Attempt, *, started: float) -> dict[str, Any]:
+        """The fields that don't depend on how it went."""
+        whole = self._parts.clock() - started
+        waited = max(whole - sum(attempt.timings.values()), 0.0)
+        lease, instance = attempt.lease, attempt.instance
+        return {
+            "group_id": lease.group_id,
+            "rollout_index": attempt.rollout_index,
+            "kind": lease.kind,
+            "task": lease.task,
+            "instance_id": instance.instance_id if instance else f"#{lease.instance_index}",
+            "timings": {name: round(value, 6) for name, value in attempt.timings.items()}
+            | {"queue": round(waited, 6)},
+            "isolation": attempt.isolation,
+            "worker": self._parts.worker,
+            "attempt": self._parts.attempt,
+        }
+
+
+def sampling_of(recipe: Recipe, config: TaskConfig, *, kind: Kind) -> Sampling:
+    """How answers of a task are drawn, for training or for validation."""
+    if kind is Kind.validation:
+        validation = recipe.validation
+        return Sampling(
+            temperature=validation.temperature, top_p=validation.top_p, max_new_tokens=1
+        )
+    temperature = config.temperature or recipe.algorithm.temperature
+    return Sampling(temperature=temperature, max_new_tokens=1)
+
+
+def _plain(isolation: Isolation) -> dict[str, str]:
+    return {
+        key: ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+        for key, value in isolation.to_json().items()
+    }
