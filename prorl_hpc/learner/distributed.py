@@ -47,13 +47,13 @@ class Ranks:
         if self.world > 1:
             dist.barrier(group=self.control)
 
-    def broadcast(self, value: T | None) -> T:
+    def broadcast(self, value: T) -> T:
         """Rank 0's value, on every rank."""
         if self.world == 1:
-            return value  # type: ignore[return-value]
+            return value
         box = [value]
         dist.broadcast_object_list(box, src=0, group=self.control)
-        return box[0]  # type: ignore[return-value]
+        return box[0]
 
     def gather(self, value: T) -> list[T]:
         """Every rank's value, in rank order, on every rank."""

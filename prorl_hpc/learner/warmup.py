@@ -190,6 +190,7 @@ def teach(
         loss = -_answer_logprobs(model, batch, device=device).mean()
         optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
+        loss = loss.detach()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=False)
         optimizer.step()
         if step % 20 == 0 or step == config.steps - 1:
