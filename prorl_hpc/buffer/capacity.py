@@ -11,19 +11,25 @@ from prorl_hpc.buffer.manifest import Limit, Line
 
 
 class Capacity:
-    """A limit that only grows; remembers at which version it grew."""
+    """A limit that only grows, with the versions at which it grew; and how far one may go now."""
 
     def __init__(self, *, batch_groups: int, max_staleness: int) -> None:
         self._batch_groups = batch_groups
         self._max_staleness = max_staleness
         self._limits: list[int] = []
         self._versions: list[int] = []
+        self._reach: int | None = None
         self.num_dropped = 0
 
     @property
     def limit(self) -> int:
-        """Training groups with ids below may be leased."""
+        """Training groups with ids below may have been leased, by whichever attempt."""
         return self._limits[-1] if self._limits else 0
+
+    @property
+    def reach(self) -> int:
+        """Groups with ids below may be leased now: less than `limit` after a roll-back."""
+        return self.limit if self._reach is None else min(self._reach, self.limit)
 
     @property
     def newest_version(self) -> int:
@@ -39,6 +45,7 @@ class Capacity:
         """Raises the limit to what these totals allow; the line to record, or None."""
         batches = self._max_staleness + version + 1
         limit = batches * self._batch_groups + filtered + self.num_dropped
+        self._reach = limit
         if limit <= self.limit:
             return None
         self._limits.append(limit)

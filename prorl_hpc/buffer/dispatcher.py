@@ -162,6 +162,7 @@ class Dispatcher:
         """The learner says where it stands; what it has not consumed is handed out again."""
         for group_id in [g for g in self.open if g in consumed]:
             self._forget(group_id)
+        self._next_group = 0  # known groups are skipped
         self.handout.announce(
             version=version,
             step=step,
@@ -314,13 +315,20 @@ class Dispatcher:
             group = self.open[group_id]
             if not group.has_missing:
                 self._needy.discard(group_id)
-            elif group.missing(worker=worker, now=now, alone=alone):
+            elif self._timely(group) and group.missing(worker=worker, now=now, alone=alone):
                 return group
-        while self._next_group < self.capacity.limit:
+        while self._next_group < self.capacity.reach:
             group_id, self._next_group = self._next_group, self._next_group + 1
             if not self._known(group_id):
                 return self._open(group_id)
         return None
+
+    def _timely(self, group: OpenGroup) -> bool:
+        """False for work of a history that the learner has rolled back: its policy is gone."""
+        if group.kind is Kind.train:
+            return group.group_id < self.capacity.reach
+        version = self.handout.version if self.handout.announced else None
+        return version is None or (group.policy_version or 0) <= version
 
     def _lease(self, group: OpenGroup, rollouts: list[int], *, worker: str, now: float) -> Lease:
         lease_id = self._grant(group, rollouts, worker=worker, now=now)

@@ -244,12 +244,12 @@ class BufferServer:
         try:
             if len(parts) < 3:
                 raise WireError(f"a message of {len(parts) - 1} frames; want at least 2")
+            envelope = frames.decode_envelope(parts[1].buffer)
             size = sum(len(part) for part in parts)
             if size > self._server.max_message_bytes:
                 raise WireError(
                     f"message of {size} bytes; at most {self._server.max_message_bytes}"
                 )
-            envelope = frames.decode_envelope(parts[1].buffer)
             address = Address(identity=identity, envelope=envelope)
             body = frames.decode_request(parts[2].buffer)
             self.service.handle(address, role, body, [part.buffer for part in parts[3:]])

@@ -133,6 +133,7 @@ def test_validation_is_pinned_and_comes_first(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     with serving(run) as buffer:
         learner = buffer.learner()
+        learner.published(3)
         learner.validate(3, {"sums": 2}, 2)
         assert learner.validation_results(3) is None
 
