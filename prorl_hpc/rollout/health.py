@@ -58,6 +58,11 @@ class Health:
             self.state = State.sick
 
     @property
+    def note(self) -> str:
+        """One line for people; empty while all is well."""
+        return "" if self.state is State.well else f"node is {self.state}: {self.last_failure}"
+
+    @property
     def probe_delay_seconds(self) -> float:
         """Pause before the next probe: 5 s, doubled each time."""
         return float(5 * 2**self._probes)

@@ -1,7 +1,7 @@
 """INIT -> RUN -> EVAL of one attempt at an instance, each stage with its own bound.
 
-    lease --> [INIT: instance, environment] --> [RUN: agent and engine] --> [EVAL: verifier] --> trajectory
-                   init_workers                     run_workers                eval_workers
+    lease -> [INIT: instance, environment] -> [RUN: agent, engine] -> [EVAL: verifier] -> trajectory
+                     init_workers              run_workers            eval_workers
 
 Many attempts are in the pipeline at once; one that waits for a stage holds no place in another.
 Whatever happens, a trajectory comes out: failures that aren't the agent's fault become the outcome

@@ -39,6 +39,11 @@ class Versions:
         self.last_error = ""
         """Why the newest version isn't served; empty when it is."""
 
+    @property
+    def version(self) -> int:
+        """What new tokens are sampled from."""
+        return self._engine.version
+
     def offer(self, version: int) -> None:
         """A version was published."""
         if version > self._newest:

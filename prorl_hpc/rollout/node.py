@@ -1,0 +1,240 @@
+"""Everything that a rollout node needs, made in order: peers, policy, tasks, engine, verifiers.
+
+Waits are bounded and name who is missing. Knows how the parts fit; does no work itself.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from hpc import endpoints
+from hpc.allocation import Allocation, StopFlag, cpu_count
+from hpc.errors import HpcError
+from prorl_hpc.agents.registry import make_agent
+from prorl_hpc.agents.render import load_tokenizer, render_prompt
+from prorl_hpc.buffer.client import RolloutClient, locate_buffer
+from prorl_hpc.buffer.keys import load_client_keys
+from prorl_hpc.inference.pool import make_engine
+from prorl_hpc.observe.metrics import MetricsWriter
+from prorl_hpc.policy import PolicyError, latest_version, verify_policy
+from prorl_hpc.recipe import EnvironmentKind, Recipe, load_recipe
+from prorl_hpc.records import Kind
+from prorl_hpc.rollout.health import Health
+from prorl_hpc.rollout.pipeline import Parts, Pipeline
+from prorl_hpc.rollout.scoring import VerifierPool
+from prorl_hpc.rollout.spool import Spool
+from prorl_hpc.rollout.versions import Versions
+from prorl_hpc.rollout.worker import End, Terms, Worker
+from prorl_hpc.run import Run
+from prorl_hpc.tasks.base import Task
+from prorl_hpc.tasks.environment_task import MakeEnvironment
+from prorl_hpc.tasks.registry import make_tasks
+
+log = logging.getLogger("prorl_hpc.rollout")
+
+POLL_SECONDS = 0.2
+
+
+class PeerMissing(HpcError, TimeoutError):
+    """The learner published no policy in time; the message says what its job did last."""
+
+
+async def work(run: Run, *, allocation: Allocation, stop: StopFlag) -> End:
+    """One attempt of a rollout node, from its start to its end.
+
+    Raises UserError for what the user must mend, EndpointTimeout and PeerMissing for absent peers.
+    """
+    recipe = load_recipe(run.recipe)
+    tasks = make_tasks(recipe)
+    await asyncio.to_thread(_await_buffer, run, recipe, stop)
+    version = await _await_policy(run, recipe, stop=stop)
+    async with AsyncExitStack() as stack:
+        tokenizer = await asyncio.to_thread(load_tokenizer, run.policy(version))
+        await asyncio.to_thread(check_prompts, recipe, tasks, tokenizer)
+        pipeline, versions = await _open_pipeline(
+            stack, run, recipe, tasks=tasks, tokenizer=tokenizer, version=version,
+            allocation=allocation,
+        )  # fmt: skip
+        client = await RolloutClient.connect(
+            locate_buffer(run),
+            keys=load_client_keys(run, role="rollout"),
+            run=run.name,
+            worker=worker_name(allocation),
+            attempt=allocation.attempt,
+            patience_seconds=recipe.buffer.peer_seconds,
+        )
+        stack.push_async_callback(client.close)
+        spool = Spool(spool_directory(allocation), limit_bytes=recipe.rollout.spool_bytes)
+        stack.callback(spool.close)
+        metrics = stack.enter_context(MetricsWriter(run.metrics("rollout", index=allocation.index)))
+        worker = Worker(
+            client=client,
+            pipeline=pipeline,
+            versions=versions,
+            spool=spool,
+            health=Health(),
+            terms=terms_of(recipe),
+            stop_reason=lambda: stop.reason,
+            report=_reporter(metrics, allocation),
+        )
+        return await worker.run()
+
+
+def worker_name(allocation: Allocation) -> str:
+    """The same for all attempts of one index, so that a newer one fences an older."""
+    return f"{allocation.job}-{allocation.index}"
+
+
+def spool_directory(allocation: Allocation) -> Path:
+    """Beside the attempts' own directories, so that it outlives one of them on this node."""
+    return allocation.scratch.parent / "spool"
+
+
+def terms_of(recipe: Recipe) -> Terms:
+    """What a node takes on at once: what the stages hold, and a little in waiting."""
+    rollout = recipe.rollout
+    return Terms(
+        capacity=rollout.run_workers + rollout.init_workers,
+        heartbeat_seconds=recipe.buffer.lease_seconds / 4,
+    )
+
+
+def check_prompts(recipe: Recipe, tasks: dict[str, Task], tokenizer: Any) -> None:
+    """Renders one prompt per task: raises UserError for a template or vocabulary that can't."""
+    for name, task in tasks.items():
+        make_agent(recipe.tasks[name], tokenizer=tokenizer)
+        instance = task.instance(0, kind=Kind.validation)
+        render_prompt(tokenizer, instance.messages)
+
+
+@asynccontextmanager
+async def engine_at(recipe: Recipe, run: Run, version: int) -> AsyncIterator[Any]:
+    """The engine, started with a verified version."""
+    path = run.policy(version)
+    await asyncio.to_thread(verify_policy, path)
+    engine = make_engine(recipe, path=path, version=version)
+    try:
+        await engine.start()
+        yield engine
+    finally:
+        await engine.close()
+
+
+async def _open_pipeline(
+    stack: AsyncExitStack,
+    run: Run,
+    recipe: Recipe,
+    *,
+    tasks: dict[str, Task],
+    tokenizer: Any,
+    version: int,
+    allocation: Allocation,
+) -> tuple[Pipeline, Versions]:
+    make_environment = _open_environments(stack, recipe, allocation)
+    engine = await stack.enter_async_context(engine_at(recipe, run, version))
+    versions = Versions(engine, run=run)
+    scorer = VerifierPool(
+        recipe.tasks,
+        seed=recipe.seed,
+        num_workers=min(recipe.rollout.eval_workers, max(cpu_count(), 1)),
+    )
+    stack.push_async_callback(scorer.close)
+    pipeline = Pipeline(
+        Parts(
+            recipe=recipe,
+            tasks=tasks,
+            agents={n: make_agent(c, tokenizer=tokenizer) for n, c in recipe.tasks.items()},
+            tokenizer=tokenizer,
+            engine=engine,
+            versions=versions,
+            scorer=scorer,
+            make_environment=make_environment,
+            worker=worker_name(allocation),
+            attempt=allocation.attempt,
+        )
+    )
+    return pipeline, versions
+
+
+def _open_environments(
+    stack: AsyncExitStack, recipe: Recipe, allocation: Allocation
+) -> MakeEnvironment | None:
+    kinds = {task.environment for task in recipe.tasks.values()}
+    if kinds <= {EnvironmentKind.none}:
+        return None
+    from prorl_hpc.environment.factory import EnvironmentFactory
+
+    factory = EnvironmentFactory(allocation.scratch / "environments")
+    stack.callback(factory.close)
+    return factory.create
+
+
+def _await_buffer(run: Run, recipe: Recipe, stop: StopFlag) -> None:
+    endpoints.await_endpoint(
+        run,
+        "buffer",
+        run_id=run.name,
+        timeout_seconds=recipe.buffer.peer_seconds,
+        stopping=lambda: stop.stopping,
+    )
+
+
+async def _await_policy(run: Run, recipe: Recipe, *, stop: StopFlag) -> int:
+    """The newest published version, once there is one."""
+    deadline = time.monotonic() + recipe.buffer.peer_seconds
+    while not stop.stopping and time.monotonic() < deadline:
+        try:
+            version = latest_version(run)
+        except PolicyError as err:
+            log.warning("%s", err)
+            version = None
+        if version is not None:
+            return version
+        await asyncio.sleep(POLL_SECONDS)
+    why = stop.reason or f"waited {recipe.buffer.peer_seconds:.0f} s"
+    culprit = endpoints.culprit(run, "learner")
+    raise PeerMissing(f"no policy was published ({why}); learner: {culprit}")
+
+
+def _reporter(metrics: MetricsWriter, allocation: Allocation) -> Callable[[Worker], None]:
+    """Writes a row of totals and rates, and the progress that keeps the chain going."""
+    before = _progress_before(allocation)
+    last = (time.monotonic(), 0, 0)
+
+    def report(worker: Worker) -> None:
+        nonlocal last
+        counters, now = worker.counters, time.monotonic()
+        seconds = max(now - last[0], 1e-6)
+        try:
+            metrics.write(
+                attempt=allocation.attempt,
+                version=worker.versions.version,
+                in_flight=worker.in_flight,
+                occupied=worker.pipeline.occupied,
+                trajectories=counters.trajectories,
+                trajectories_per_second=(counters.trajectories - last[1]) / seconds,
+                tokens_per_second=(counters.sampled_tokens - last[2]) / seconds,
+                outcomes=dict(worker.health.outcomes),
+                pushed=counters.results,
+                stage_seconds=counters.stage_seconds,
+                spool_bytes=worker.spool.num_bytes,
+                note=worker.versions.last_error or worker.health.note,
+            )
+            allocation.record_progress(before + counters.stored)
+        except OSError as err:  # a full disk must not end the node
+            log.warning("metrics can't be written: %s", err)
+        last = (now, counters.trajectories, counters.sampled_tokens)
+
+    return report
+
+
+def _progress_before(allocation: Allocation) -> float:
+    path = allocation.run.progress(allocation.role, index=allocation.index)
+    try:
+        return float(path.read_text())
+    except (OSError, ValueError):
+        return 0.0
