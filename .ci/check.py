@@ -118,7 +118,7 @@ def lint(report: Report) -> None:
     for argv, limit_seconds in tools:
         if step(argv, limit_seconds=limit_seconds) != 0:
             report.failed += 1
-            report.failures.append(f"lint: {Path(argv[0]).name}")
+            report.failures.append(f"lint: {Path(argv[0]).name} {' '.join(argv[1:3])}".rstrip())
 
 
 def shell_scripts() -> list[str]:
