@@ -1,0 +1,159 @@
+"""`prorl-hpc eval`: pass@k of a run's policy or of a model directory."""
+
+import argparse
+import asyncio
+import dataclasses
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpc.errors import HpcError, UserError
+from prorl_hpc.cli.runs import find_run
+from prorl_hpc.cli.table import table
+from prorl_hpc.recipe import EngineKind, Recipe, load_recipe
+
+if TYPE_CHECKING:
+    from prorl_hpc.evaluation.evaluate import Evaluation
+
+EPILOG = """\
+  prorl-hpc eval quickstart                                 the newest version, pass@1
+  prorl-hpc eval quickstart --version 40 --samples 16 --k 1,8
+  prorl-hpc eval MODEL-DIRECTORY recipe=logic --instances 100 --output results.json
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description="Sample the validation instances of the tasks and estimate pass@k (unbiased) "
+        "with a 95 % bootstrap interval over instances. Runs in this process.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("target", help="run (name or directory), or model directory")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="recipe of a model")
+    parser.add_argument("--recipe-dir", type=Path, metavar="DIR")
+    parser.add_argument("--version", type=int, help="policy version of a run (the newest)")
+    parser.add_argument("--samples", type=int, default=1, help="rollouts per instance (1)")
+    parser.add_argument("--k", default="1", help="which pass@k, e.g. 1,4,16 (1)")
+    parser.add_argument("--instances", type=int, help="instances per task (the recipe's)")
+    parser.add_argument("--temperature", type=float, help="(the recipe's validation.temperature)")
+    parser.add_argument("--top-p", type=float, help="(the recipe's validation.top_p)")
+    parser.add_argument("--engine", choices=[kind.value for kind in EngineKind])
+    parser.add_argument("--output", type=Path, help="write the results as JSON")
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    from prorl_hpc.evaluation.evaluate import evaluate, to_json
+
+    ks = parse_ks(args.k, samples=args.samples)
+    recipe, model, title = resolve(args)
+    recipe = adjust(recipe, args)
+    with tempfile.TemporaryDirectory(prefix="prorl-eval-") as scratch:
+        try:
+            result = asyncio.run(
+                evaluate(
+                    recipe,
+                    model=model,
+                    target=title,
+                    num_samples=args.samples,
+                    ks=ks,
+                    scratch=Path(scratch),
+                    report=_report if sys.stderr.isatty() else None,
+                )
+            )
+        except HpcError as err:
+            raise err if isinstance(err, UserError) else UserError(str(err)) from err
+    print(describe(result))
+    if args.output is not None:
+        args.output.write_text(to_json(result))
+        print(f"\nresults: {args.output}")
+    return 0
+
+
+def parse_ks(text: str, *, samples: int) -> list[int]:
+    """`1,8` as [1, 8]; raises UserError for what `samples` rollouts can't estimate."""
+    if samples < 1:
+        raise UserError(f"--samples {samples} is below 1")
+    try:
+        ks = sorted({int(part) for part in text.split(",")})
+    except ValueError as err:
+        raise UserError(f"--k {text!r} isn't a list of numbers; write e.g. --k 1,4") from err
+    if ks[0] < 1 or ks[-1] > samples:
+        raise UserError(f"--k {text}: pass@k needs 1 <= k <= --samples {samples}; raise --samples")
+    return ks
+
+
+def resolve(args: argparse.Namespace) -> tuple[Recipe, Path, str]:
+    """Recipe, model directory, and what to call it."""
+    path = Path(args.target).expanduser()
+    if (path / "config.json").is_file():
+        if not args.overrides:
+            raise UserError(
+                f"{path} is a model; name the tasks too, e.g. prorl-hpc eval {path} recipe=logic"
+            )
+        from prorl_hpc.cli.submit import compose_recipe
+
+        recipe = compose_recipe(args.overrides, recipe_dir=args.recipe_dir, name=None)
+        return recipe, path.resolve(), str(path)
+    if args.overrides:
+        raise UserError("a run is evaluated with its own recipe; leave the overrides out")
+    from prorl_hpc.policy import latest_version, published_versions
+
+    run_ = find_run(args.target)
+    version = latest_version(run_) if args.version is None else args.version
+    there = published_versions(run_)
+    if version is None or version not in there:
+        known = ", ".join(map(str, there)) or "none yet"
+        raise UserError(f"version {version} of run {run_.name!r} isn't published; there: {known}")
+    return load_recipe(run_.recipe), run_.policy(version), f"{run_.name} version {version}"
+
+
+def adjust(recipe: Recipe, args: argparse.Namespace) -> Recipe:
+    """The recipe with the command line's sampling and sizes."""
+    validation = recipe.validation
+    if args.temperature is not None:
+        validation = dataclasses.replace(validation, temperature=args.temperature)
+    if args.top_p is not None:
+        validation = dataclasses.replace(validation, top_p=args.top_p)
+    tasks = recipe.tasks
+    if args.instances is not None:
+        if args.instances < 1:
+            raise UserError(f"--instances {args.instances} is below 1")
+        tasks = {
+            name: dataclasses.replace(task, validation_size=args.instances)
+            for name, task in tasks.items()
+        }
+    rollout = recipe.rollout
+    if args.engine is not None:
+        engine = dataclasses.replace(rollout.engine, kind=EngineKind(args.engine))
+        rollout = dataclasses.replace(rollout, engine=engine)
+    return dataclasses.replace(recipe, validation=validation, tasks=tasks, rollout=rollout)
+
+
+def describe(result: "Evaluation") -> str:
+    """The results as a table."""
+    ks = sorted({k for score in result.tasks.values() for k in score.pass_at})
+    rows = []
+    for name, score in result.tasks.items():
+        intervals = [score.pass_at[k] for k in ks]
+        rows.append(
+            (
+                name,
+                score.instances,
+                score.samples,
+                *(f"{one.mean:.3f} [{one.low:.3f}, {one.high:.3f}]" for one in intervals),
+                f"{score.reward.mean:.3f}",
+                f"{score.response_tokens:.0f}",
+                score.failures,
+            )
+        )
+    header = ("task", "instances", "samples", *(f"pass@{k}" for k in ks), "reward", "tokens",
+              "lost")  # fmt: skip
+    title = f"{result.target}, temperature {result.temperature:g}, top-p {result.top_p:g}"
+    return f"{title}\n\n{table(header, rows)}"
+
+
+def _report(done: int, total: int) -> None:
+    print(f"\r{done}/{total} rollouts", end="\n" if done == total else "", file=sys.stderr)

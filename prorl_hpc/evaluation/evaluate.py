@@ -1,0 +1,228 @@
+"""pass@k of one model over the validation instances of tasks, through the rollout pipeline.
+
+In process: the same pipeline, agents and verifiers as a rollout node's, without a buffer. Knows no
+command line.
+"""
+
+import asyncio
+import hashlib
+import json
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from prorl_hpc.evaluation.estimators import Interval, bootstrap_interval, pass_at_k
+from prorl_hpc.recipe import EnvironmentKind, Recipe
+from prorl_hpc.records import Kind, Lease, Trajectory
+from prorl_hpc.run import Run
+
+Report = Callable[[int, int], None]
+"""Called with (rollouts done, rollouts in all)."""
+
+FORMAT = 1
+SOLVED = 1.0 - 1e-6
+"""A reward from here on counts as solved."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TaskScore:
+    """One task's results; intervals are 95 % bootstraps over instances."""
+
+    instances: int
+    samples: int
+    """Usable rollouts per instance, at least."""
+    reward: Interval
+    pass_at: dict[int, Interval]
+    """By k."""
+    response_tokens: float
+    failures: int
+    """Rollouts lost to the infrastructure; left out of every number."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evaluation:
+    """The results of one model."""
+
+    target: str
+    temperature: float
+    top_p: float
+    tasks: dict[str, TaskScore]
+
+
+async def evaluate(
+    recipe: Recipe,
+    *,
+    model: Path,
+    target: str,
+    num_samples: int,
+    ks: Sequence[int],
+    scratch: Path,
+    report: Report | None = None,
+) -> Evaluation:
+    """Samples `num_samples` rollouts of each validation instance and scores them.
+
+    Temperature and top-p are those of `recipe.validation`. Raises EngineError when the model can't
+    be served, EvaluationError when a k needs more samples than there are.
+    """
+    leases = plan_leases(recipe, num_samples=num_samples)
+    trajectories = await _sample(recipe, model=model, leases=leases, scratch=scratch, report=report)
+    return Evaluation(
+        target=target,
+        temperature=recipe.validation.temperature,
+        top_p=recipe.validation.top_p,
+        tasks=score_tasks(trajectories, ks=ks, seed=recipe.seed),
+    )
+
+
+def plan_leases(recipe: Recipe, *, num_samples: int) -> list[Lease]:
+    """One lease per validation instance, in the order of the recipe's tasks."""
+    wanted = [(n, i) for n, task in recipe.tasks.items() for i in range(task.validation_size)]
+    return [
+        Lease(
+            lease_id=number,
+            group_id=number,
+            kind=Kind.validation,
+            task=name,
+            instance_index=index,
+            rollouts=tuple(range(num_samples)),
+            num_rollouts=num_samples,
+            seed=_seed(recipe.seed, name, index),
+            policy_version=None,
+            deadline_seconds=recipe.rollout.episode_seconds,
+        )
+        for number, (name, index) in enumerate(wanted)
+    ]
+
+
+def _seed(seed: int, task: str, index: int) -> int:
+    text = f"evaluation:{seed}:{task}:{index}"
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
+
+
+async def _sample(
+    recipe: Recipe,
+    *,
+    model: Path,
+    leases: Sequence[Lease],
+    scratch: Path,
+    report: Report | None,
+) -> list[Trajectory]:
+    """Every rollout of every lease, through one pipeline."""
+    from prorl_hpc.agents.registry import make_agent
+    from prorl_hpc.agents.render import load_tokenizer
+    from prorl_hpc.environment.factory import EnvironmentFactory
+    from prorl_hpc.inference.pool import make_engine
+    from prorl_hpc.rollout.pipeline import Parts, Pipeline
+    from prorl_hpc.rollout.scoring import VerifierPool
+    from prorl_hpc.rollout.versions import Versions
+    from prorl_hpc.tasks.registry import make_tasks
+
+    tokenizer = load_tokenizer(model)
+    sandboxed = any(t.environment is not EnvironmentKind.none for t in recipe.tasks.values())
+    factory = EnvironmentFactory(scratch / "environments") if sandboxed else None
+    scorer = VerifierPool(recipe.tasks, seed=recipe.seed, num_workers=recipe.rollout.eval_workers)
+    engine = make_engine(recipe, path=model, version=0)
+    await engine.start()
+    try:
+        pipeline = Pipeline(
+            Parts(
+                recipe=recipe,
+                tasks=make_tasks(recipe),
+                agents={n: make_agent(t, tokenizer=tokenizer) for n, t in recipe.tasks.items()},
+                tokenizer=tokenizer,
+                engine=engine,
+                versions=Versions(engine, run=Run(scratch)),
+                scorer=scorer,
+                make_environment=factory.create if factory is not None else None,
+                worker="evaluation",
+                attempt=1,
+            )
+        )
+        return await _produce_all(pipeline.produce, leases, report=report)
+    finally:
+        await engine.close()
+        await scorer.close()
+        if factory is not None:
+            factory.close()
+
+
+async def _produce_all(
+    produce: Callable[[Lease, int], Coroutine[None, None, Trajectory]],
+    leases: Sequence[Lease],
+    *,
+    report: Report | None,
+) -> list[Trajectory]:
+    tasks = [asyncio.ensure_future(produce(lease, i)) for lease in leases for i in lease.rollouts]
+    done = 0
+    try:
+        for next_one in asyncio.as_completed(tasks):
+            await next_one
+            done += 1
+            if report is not None:
+                report(done, len(tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    return [task.result() for task in tasks]
+
+
+def score_tasks(
+    trajectories: Sequence[Trajectory], *, ks: Sequence[int], seed: int
+) -> dict[str, TaskScore]:
+    """Results by task; an instance without a usable rollout is left out.
+
+    Raises EvaluationError when an instance has fewer usable rollouts than the largest k.
+    """
+    by_task: dict[str, dict[int, list[Trajectory]]] = {}
+    for one in trajectories:
+        by_task.setdefault(one.task, {}).setdefault(one.group_id, []).append(one)
+    return {name: _score(groups, ks=ks, seed=seed) for name, groups in by_task.items()}
+
+
+def _score(
+    groups: Mapping[int, Sequence[Trajectory]], *, ks: Sequence[int], seed: int
+) -> TaskScore:
+    usable = [[t for t in group if t.reward is not None] for group in groups.values()]
+    scored = [group for group in usable if group]
+    rewards = [[float(t.reward or 0.0) for t in group] for group in scored]
+    solved = [sum(reward >= SOLVED for reward in values) for values in rewards]
+    lengths = [int(t.loss_mask.sum()) for group in scored for t in group]
+    return TaskScore(
+        instances=len(scored),
+        samples=min((len(group) for group in scored), default=0),
+        reward=bootstrap_interval([sum(v) / len(v) for v in rewards], seed=seed),
+        pass_at={
+            k: bootstrap_interval(
+                [pass_at_k(len(v), n, k=k) for v, n in zip(rewards, solved, strict=True)],
+                seed=seed,
+            )
+            for k in ks
+        },
+        response_tokens=sum(lengths) / len(lengths) if lengths else 0.0,
+        failures=sum(len(g) for g in groups.values()) - sum(len(g) for g in scored),
+    )
+
+
+def to_json(evaluation: Evaluation) -> str:
+    """The results as JSON text; intervals as {mean, low, high}."""
+
+    def plain(interval: Interval) -> dict[str, float]:
+        return {"mean": interval.mean, "low": interval.low, "high": interval.high}
+
+    tasks = {
+        name: asdict(score)
+        | {
+            "reward": plain(score.reward),
+            "pass_at": {str(k): plain(one) for k, one in score.pass_at.items()},
+        }
+        for name, score in evaluation.tasks.items()
+    }
+    document = {
+        "format": FORMAT,
+        "target": evaluation.target,
+        "temperature": evaluation.temperature,
+        "top_p": evaluation.top_p,
+        "tasks": tasks,
+    }
+    return json.dumps(document, indent=2) + "\n"
