@@ -554,7 +554,8 @@ async def a_flood_of_output_is_capped(bench: Bench) -> None:
         assert flood.output.endswith(b"end\n")
         assert len(flood.output) < 70_000
         await say(environment, "(yes >&1 &) ; true")
-        assert "alive" in (await environment.run("echo alive", PATIENCE_SECONDS)).text
+        # the noise may crowd the words out of the capped output, never the command
+        assert (await environment.run("test -e /usr", PATIENCE_SECONDS)).exit_code == 0
 
 
 @isolating
