@@ -65,7 +65,7 @@ def fan_out(
             site, role=role, resources=resources, directory=directory, at_once=at_once
         )
         try:
-            jobs = executor.map_array(function, part)
+            jobs = executor.map_array(_Guarded(function), part)
         except Exception as err:  # submitit raises its own kinds and subprocess's
             raise FanoutError(f"fan-out of {role!r} wasn't queued: {_line(err)}") from err
         results += [_result(job, until=until) for job in jobs]
@@ -126,9 +126,23 @@ def _result(job: Any, *, until: float) -> Result[Any]:
         time.sleep(min(wait, left))
         wait = min(5.0, wait * 1.5)
     try:
-        return Done(value=job.result())
-    except Exception as err:  # the call's own exception, or submitit's about the job
-        return Failed(error=_line(err), log=_log(job))
+        outcome = job.result()
+    except Exception as err:  # submitit's own: the job was lost
+        return Failed(error=f"job {job.job_id} was lost: {_line(err)}", log=_log(job))
+    return Failed(error=outcome, log=_log(job)) if isinstance(outcome, str) else outcome
+
+
+@dataclass(frozen=True, slots=True)
+class _Guarded(Generic[Argument, Value]):
+    """Inside the job: what the function raises comes back as one line of text."""
+
+    function: Callable[[Argument], Value]
+
+    def __call__(self, argument: Argument) -> Done[Value] | str:
+        try:
+            return Done(value=self.function(argument))
+        except Exception as err:
+            return f"{type(err).__name__}: {' '.join(str(err).split())}"
 
 
 def _log(job: Any) -> Path | None:
@@ -137,6 +151,6 @@ def _log(job: Any) -> Path | None:
 
 
 def _line(err: Exception) -> str:
-    """The last line of an exception that may hold a whole traceback of the job."""
+    """The first line of an exception that may go on with hints and logs."""
     lines = [line.strip() for line in str(err).splitlines() if line.strip()]
-    return lines[-1] if lines else type(err).__name__
+    return lines[0] if lines else type(err).__name__

@@ -208,7 +208,7 @@ def _refuse_newer(line: bytes, *, path: Path, number: int, cause: Exception) -> 
 
 
 def fold(ledger: Ledger) -> dict[tuple[str, int], History]:
-    """The history of each (job, index) that the ledger mentions by attempts or by cancelling."""
+    """The history of each (job, index) that the ledger mentions."""
     histories: dict[tuple[str, int], History] = {}
 
     def of(job: str, index: int) -> History:
@@ -217,11 +217,12 @@ def fold(ledger: Ledger) -> dict[tuple[str, int], History]:
     for entry in ledger.entries:
         if isinstance(entry, Start):
             of(entry.job, entry.index).starts.append(entry)
+            of(entry.job, entry.index).cancelled = ""
         elif isinstance(entry, Exit):
             of(entry.job, entry.index).exits[entry.attempt] = entry
         elif isinstance(entry, Requeue):
             of(entry.job, entry.index).requeues.append(entry)
-        elif isinstance(entry, (Cancel, Resume)):
+        elif isinstance(entry, (Cancel, Resume, Submit)):
             for index in parse_indexes(entry.indexes):
                 of(entry.job, index).cancelled = (
                     (entry.reason or "cancelled") if isinstance(entry, Cancel) else ""

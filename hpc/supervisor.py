@@ -253,11 +253,13 @@ class Supervisor:
         log.info("%s[%d] ended with %d: %s (%s)", task.job.name, task.index, code, follows, reason)
         if follows is Next.finished:
             task.phase = Phase.finished
-        elif follows is Next.cancelled or (follows is Next.again and task.stop_reason):
+        elif follows in (Next.cancelled, Next.again) and not self._wanted(task):
             task.phase = Phase.stopped
             if follows is Next.again:
-                self._record_cancel(task, task.stop_reason)
-        elif follows is Next.again:
+                self._record_cancel(
+                    task, task.stop_reason or self.stopping or "the run was cancelled"
+                )
+        elif follows in (Next.cancelled, Next.again):
             steady = now - task.started >= STEADY_SECONDS
             task.failures = 0 if steady else task.failures + 1
             task.due = now + restart_delay_seconds(task.failures - 1 if task.failures else 0)
@@ -265,6 +267,11 @@ class Supervisor:
         else:
             task.phase = Phase.failed
         task.warn_at = task.kill_at = float("inf")
+
+    def _wanted(self, task: Task) -> bool:
+        """Whether another attempt is wanted now; `scale` may have changed that meanwhile."""
+        stopped = task.stop_reason or self.stopping or self.run.stop_request.exists()
+        return not stopped and task.index in indexes_of(self.run, task.job)
 
     def _outcome(self, task: Task, *, code: int) -> tuple[Next, str]:
         """What the script decided; or, where it couldn't, what its end means."""

@@ -10,21 +10,24 @@ from hpc.errors import EndpointTimeout
 from hpc.rundir import RunDirectory
 
 
-def endpoint(attempt: int, **changes: str) -> Endpoint:
-    values = {"run": "id-1", "role": "buffer", "host": "10.0.0.7", "public_key": "k", **changes}
-    return Endpoint(port=1234, attempt=attempt, published=1.0, **values)
+def endpoint(attempt: int, *, run: str = "id-1", host: str = "10.0.0.7") -> Endpoint:
+    return Endpoint(
+        run=run, role="buffer", host=host, port=1, public_key="k", attempt=attempt, published=1.0
+    )
 
 
-def wait(run: RunDirectory, **changes: int) -> Endpoint:
-    return endpoints.await_endpoint(run, "buffer", run_id="id-1", timeout_seconds=0.1, **changes)
+def wait(run: RunDirectory, *, after_attempt: int = 0) -> Endpoint:
+    return endpoints.await_endpoint(
+        run, "buffer", run_id="id-1", timeout_seconds=0.1, after_attempt=after_attempt
+    )
 
 
 def test_publish_and_read(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     assert endpoints.publish(run, endpoint=endpoint(1))
     assert wait(run) == endpoint(1)
-    assert endpoint(1).address == "tcp://10.0.0.7:1234"
-    assert endpoint(1, host="fd00::7").address == "tcp://[fd00::7]:1234"
+    assert endpoint(1).address == "tcp://10.0.0.7:1"
+    assert endpoint(1, host="fd00::7").address == "tcp://[fd00::7]:1"
 
 
 def test_an_older_attempt_never_replaces_its_successor(tmp_path: Path) -> None:

@@ -1,0 +1,242 @@
+"""The local backend: the real scripts as supervised processes, killed and cancelled."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from hpc import groups, ledger, local, status, submit
+from hpc.errors import PlanError, RunNotFound, SubmitError
+from hpc.plan import Job
+from hpc.rundir import RunDirectory
+from hpc.site import Site
+from tests.hpc.plans import HOSTILE, job, local_site, plan, resources
+
+pytestmark = pytest.mark.process
+
+PROGRAM = """
+import os, signal, sys, time
+from pathlib import Path
+asked = []
+mode = sys.argv[1]
+for number in (signal.SIGTERM, signal.SIGUSR2):
+    signal.signal(number, signal.SIG_IGN if mode == "deaf" else lambda n, f: asked.append(n))
+run = Path(os.environ["PRORL_RUN_DIR"])
+me = f"{os.environ['PRORL_ROLE']}-{os.environ['PRORL_INDEX']}"
+progress = run / "progress" / me
+count = (int(progress.read_text()) if progress.exists() else 0) + 1
+progress.write_text(str(count))
+(run / f"pid-{me}").write_text(str(os.getpid()))
+if mode == "fail":
+    sys.exit(3)
+if mode == "steps":
+    sys.exit(0 if count >= int(sys.argv[2]) else 75)
+parent = os.getppid()
+while not asked and not (run / "done").exists():
+    time.sleep(0.02)
+sys.exit(75 if asked else 0)
+"""
+
+
+def wait(ready: Callable[[], object], *, what: str, seconds: float = 90.0) -> None:
+    until = time.monotonic() + seconds
+    while not ready():
+        assert time.monotonic() < until, f"not within {seconds:.0f} s: {what}"
+        time.sleep(0.02)
+
+
+def work(name: str, *arguments: str, **changes: object) -> Job:
+    values = {"grace_seconds": 5, **changes}
+    return job(name, sys.executable, "-c", PROGRAM, *arguments, **values)
+
+
+def phases(run: RunDirectory) -> list[str]:
+    return [str(state.phase) for state in status.states(run)]
+
+
+def starts(run: RunDirectory, name: str) -> int:
+    entries = ledger.read(run.ledger).entries
+    return sum(isinstance(entry, ledger.Start) and entry.job == name for entry in entries)
+
+
+def exits(run: RunDirectory, name: str) -> list[ledger.Exit]:
+    entries = ledger.read(run.ledger).entries
+    return [entry for entry in entries if isinstance(entry, ledger.Exit) and entry.job == name]
+
+
+def pid_of(run: RunDirectory, me: str) -> int:
+    path = run.root / f"pid-{me}"
+    wait(lambda: path.exists() and path.read_text().isdigit(), what=f"{me} runs")
+    return int(path.read_text())
+
+
+def dead(pid: int) -> bool:
+    known = groups.stat(pid)
+    return known is None or known.state in "ZX"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[RunDirectory]:
+    made = RunDirectory(tmp_path / HOSTILE)
+    yield made
+    if made.root.exists():
+        made.stop_request.touch()
+        local.notify(made, number=signal.SIGTERM)
+        assert local.wait_gone(made, seconds=90)
+
+
+def launch(run: RunDirectory, *jobs: Job, site: Site | None = None) -> None:
+    submit.launch(run.root, plan(*jobs, directory=run.root), site or local_site())
+
+
+def test_a_run_to_its_end(run: RunDirectory) -> None:
+    jobs = (
+        work("buffer", "wait"),
+        work("rollout", "wait", array_size=2, after=("buffer",)),
+        work("learner", "steps", "3", after=("buffer",)),
+    )
+    launch(run, *jobs)
+    launch(run, *jobs)  # nothing doubled
+    wait(lambda: exits(run, "learner") and exits(run, "learner")[-1].code == 0, what="learner ends")
+    (run.root / "done").touch()
+    wait(lambda: set(phases(run)) == {"finished"}, what="all finish")
+    assert [end.code for end in exits(run, "learner")] == [75, 75, 0]
+    assert starts(run, "rollout") == 2
+    assert local.wait_gone(run, seconds=60)
+    submits = [e for e in ledger.read(run.ledger).entries if isinstance(e, ledger.Submit)]
+    assert [entry.job for entry in submits] == ["buffer", "rollout", "learner"]
+    submit.resume(run.root)  # a finished run has nothing to start
+    assert local.wait_gone(run, seconds=60)
+    assert starts(run, "learner") == 3
+
+
+def test_peers_that_do_not_end_are_ended(run: RunDirectory) -> None:
+    launch(
+        run,
+        work("buffer", "wait"),
+        work("learner", "steps", "1", after=("buffer",)),
+        site=local_site(extra={"linger_seconds": "0.2"}),
+    )
+    assert local.wait_gone(run, seconds=90)
+    buffer, learner = status.states(run)
+    assert (buffer.phase, learner.phase) == ("cancelled", "finished")
+    assert "the run is over" in buffer.reason
+
+
+def test_killed_command_comes_back(run: RunDirectory) -> None:
+    launch(run, work("rollout", "wait", array_size=1))
+    os.kill(pid_of(run, "rollout-0"), signal.SIGKILL)
+    wait(lambda: starts(run, "rollout") == 2, what="it is started again")
+    assert exits(run, "rollout")[0].reason == "killed by SIGKILL"
+
+
+def test_killed_script_leaves_no_command_behind(run: RunDirectory) -> None:
+    launch(run, work("rollout", "wait", array_size=1))
+    first = pid_of(run, "rollout-0")
+    known = groups.stat(first)
+    assert known is not None
+    os.kill(known.group, signal.SIGKILL)  # the script leads the group
+    wait(lambda: starts(run, "rollout") == 2, what="it is started again")
+    assert dead(first)
+    assert [end.code for end in exits(run, "rollout")] == [137]
+
+
+def test_application_error_is_final(run: RunDirectory) -> None:
+    launch(run, work("learner", "fail"))
+    assert local.wait_gone(run, seconds=90)
+    (state,) = status.states(run)
+    assert (state.phase, state.reason) == ("failed", "exit code 3")
+    assert starts(run, "learner") == 1
+
+
+def test_walltime_starts_a_new_attempt(run: RunDirectory) -> None:
+    # one minute of walltime, of which 58 s are grace: the warning comes after two seconds
+    chain = work("learner", "wait", resources=resources(walltime_minutes=1), grace_seconds=58)
+    launch(run, chain)
+    wait(lambda: starts(run, "learner") == 2, what="the second attempt")
+    assert exits(run, "learner")[0].asked == "USR2"
+    assert exits(run, "learner")[0].next == "again"
+
+
+def test_cancel_and_resume(run: RunDirectory) -> None:
+    launch(run, work("buffer", "wait"), work("learner", "wait", after=("buffer",)))
+    pid_of(run, "buffer-0")
+    pid_of(run, "learner-0")
+    submit.cancel(run.root)
+    assert local.wait_gone(run, seconds=90)
+    assert phases(run) == ["cancelled", "cancelled"]
+    with pytest.raises(SubmitError, match="was cancelled"):
+        launch(run, work("buffer", "wait"), work("learner", "wait", after=("buffer",)))
+    submit.resume(run.root)
+    wait(lambda: phases(run) == ["running", "running"], what="both run again")
+    (run.root / "done").touch()
+    wait(lambda: phases(run) == ["finished", "finished"], what="both finish")
+    assert {end.attempt for end in exits(run, "learner")} == {1, 2}
+
+
+def test_a_deaf_command_is_killed(run: RunDirectory) -> None:
+    launch(run, work("learner", "deaf", grace_seconds=1))
+    pid = pid_of(run, "learner-0")
+    submit.cancel(run.root)
+    assert local.wait_gone(run, seconds=90)
+    assert dead(pid)
+    assert phases(run) == ["cancelled"]
+
+
+def test_killed_supervisor_takes_everything_along(run: RunDirectory) -> None:
+    launch(run, work("buffer", "wait"), work("learner", "deaf", after=("buffer",), grace_seconds=1))
+    pids = [pid_of(run, "buffer-0"), pid_of(run, "learner-0")]
+    supervisor = local.supervisor_pid(run)
+    assert supervisor is not None
+    os.kill(supervisor, signal.SIGKILL)
+    wait(lambda: all(dead(pid) for pid in pids), what="the commands end")
+    assert local.wait_gone(run, seconds=60)
+    assert set(phases(run)) == {"unknown"}
+    submit.resume(run.root)
+    wait(lambda: phases(run) == ["running", "running"], what="both run again")
+
+
+def test_scale_up_and_down(run: RunDirectory) -> None:
+    launch(run, work("rollout", "wait", array_size=1))
+    pid_of(run, "rollout-0")
+    submit.scale(run.root, "rollout", 3)
+    wait(lambda: phases(run) == ["running"] * 3, what="three run")
+    submit.scale(run.root, "rollout", 1)
+    wait(lambda: phases(run) == ["running", "cancelled", "cancelled"], what="two leave")
+    submit.scale(run.root, "rollout", 2)
+    wait(lambda: phases(run)[1] == "running", what="one comes back")
+    with pytest.raises(PlanError, match="'learner' is no array"):
+        submit.scale(run.root, "learner", 2)
+    with pytest.raises(PlanError, match="at least 1"):
+        submit.scale(run.root, "rollout", 0)
+
+
+def test_chunks_run_with_their_offset(run: RunDirectory) -> None:
+    launch(run, work("rollout", "steps", "1", array_size=3), site=local_site(max_array_size=2))
+    wait(lambda: phases(run) == ["finished"] * 3, what="all finish")
+    assert sorted(path.name for path in run.scripts.iterdir()) == [
+        "rollout.chunk-1.sbatch",
+        "rollout.sbatch",
+    ]
+
+
+def test_the_scripts_run_by_hand(run: RunDirectory) -> None:
+    from hpc.prepare import prepare
+
+    run.root.mkdir()
+    (script,) = prepare(run, plan=plan(work("learner", "steps", "2"), directory=run.root),
+                        site=local_site())  # fmt: skip
+    codes = [subprocess.run(["bash", script], timeout=90).returncode for _ in range(2)]
+    assert codes == [75, 0]
+    assert "scripts/learner.sbatch" in run.readme.read_text()
+
+
+def test_no_run(tmp_path: Path) -> None:
+    for command in (submit.cancel, submit.resume, status.states):
+        with pytest.raises(RunNotFound, match="is no run directory"):
+            command(tmp_path)
