@@ -107,7 +107,7 @@ class FakeClient:
                     group_id=ref.group_id,
                     index=index,
                     kind=ref.kind,
-                    tokens=[*prompt.tolist(), answer, 1],
+                    tokens=[*prompt.tolist(), answer, *([1] if self.sampler is None else [])],
                     num_prompt=2,
                     logprob=logprob,
                     version=self.version,
