@@ -48,7 +48,7 @@ def _runs() -> str:
             steps = str(load_recipe(run_.recipe).steps)
         except RecipeError:
             steps = "?"
-        row = last_row(run_.metrics("learner")) or {}
+        row = last_row(run_.metrics("learner"), event="step") or {}
         rows.append((run_.name, f"{row.get('step', 0)}/{steps}", number(row, "reward"), run_.root))
     if not rows:
         return f"no runs in {run_root().resolve()}; start one: prorl-hpc submit recipe=quickstart"

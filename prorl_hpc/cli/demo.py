@@ -33,14 +33,21 @@ def run(args: argparse.Namespace) -> int:
     print(table(("seed", "task", "before", "after", "best", "steps", "resets"), rows))
     for run_ in runs:
         print(f"\nrun directory: {run_.root}")
-    last = runs[-1].root
-    print(
-        f"\nnext:\n  prorl-hpc report {last}             curves as one HTML page\n"
-        f"  prorl-hpc show {last} --group 0     what the policy wrote\n"
-        f"  prorl-hpc status {last}             jobs, attempts, counts\n"
-        "  prorl-hpc list recipes              what else there is to train"
-    )
+    print(next_steps(str(runs[-1].root)))
     return worst
+
+
+def next_steps(where: str) -> str:
+    """What to type next."""
+    commands = [
+        (f"prorl-hpc report {where}", "the curves as one HTML page"),
+        (f"prorl-hpc show {where} --group 0", "what the policy wrote, with rewards"),
+        (f"prorl-hpc status {where}", "jobs, attempts, counts"),
+        ("prorl-hpc list recipes", "what else there is to train"),
+    ]
+    width = max(len(command) for command, _ in commands)
+    lines = [f"  {command:<{width}}   {text}" for command, text in commands]
+    return "\n".join(["\nnext:", *lines])
 
 
 def _once(args: argparse.Namespace, name: str, seed: int) -> tuple[Run, int]:

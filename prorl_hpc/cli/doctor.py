@@ -28,6 +28,7 @@ def run(args: argparse.Namespace) -> int:
     from hpc.doctor_facts import gather
 
     facts = gather(paths=args.path or [Path.cwd()])
+    written = _write_site(facts, args.write_site) if args.write_site is not None else ""
     for finding in judge(facts):
         if args.problems and finding.severity is Severity.good:
             continue
@@ -37,12 +38,12 @@ def run(args: argparse.Namespace) -> int:
                 print(
                     textwrap.fill(text, 96, initial_indent="       ", subsequent_indent="       ")
                 )
-    if args.write_site is not None:
-        _write_site(facts, args.write_site)
+    if written:
+        print(f"\n{written}")
     return 0
 
 
-def _write_site(facts: object, path: Path) -> None:
+def _write_site(facts: object, path: Path) -> str:
     from hpc.doctor_facts import Facts
     from hpc.doctor_site import site_profile
 
@@ -55,4 +56,4 @@ def _write_site(facts: object, path: Path) -> None:
         path.write_text(site_profile(facts, name=name))
     except OSError as err:
         raise UserError(f"{path} can't be written: {err.strerror}") from err
-    print(f"\nsite profile: {path}; look it over, then submit with site={name} and --recipe-dir")
+    return f"site profile: {path}; look it over, then submit with site={name} and --recipe-dir"

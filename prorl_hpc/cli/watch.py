@@ -12,9 +12,8 @@ from prorl_hpc.observe.dashboard import (
     reset_line,
     step_line,
     validation_line,
-    warmup_line,
 )
-from prorl_hpc.observe.history import is_step, is_warmup
+from prorl_hpc.observe.history import is_step
 from prorl_hpc.observe.metrics import MetricsTail, Row
 from prorl_hpc.recipe import Recipe, load_recipe, site_of
 from prorl_hpc.run import Run
@@ -96,11 +95,13 @@ class _Printer:
     _learner: MetricsTail = field(init=False)
     _validation: MetricsTail = field(init=False)
     _lines: int = 0
+    _warms: bool = False
     _jobs: str = ""
 
     def __post_init__(self) -> None:
         self._learner = MetricsTail(self.run.metrics("learner"))
         self._validation = MetricsTail(self.run.validation)
+        self._warms = self.recipe.warmup.steps > 0
 
     def skip(self) -> None:
         self._learner.read()
@@ -120,13 +121,16 @@ class _Printer:
         if line != self._jobs:
             self._jobs = line
             self._say(f"{'jobs':>10}  {line}")
+        learns = any(s.role == "learner" and s.phase is Phase.running for s in found)
+        if learns and self._warms and not self.run.model_start.exists():
+            self._warms = False
+            steps = self.recipe.warmup.steps
+            self._say(f"{'warmup':>10}  {steps} supervised steps before reinforcement learning")
 
     def _learner_row(self, row: Row) -> None:
         reset = reset_line(row)
         if reset is not None:
             self._say(reset)
-        elif is_warmup(row):
-            self._say(warmup_line(row, steps=self.recipe.warmup.steps))
         elif is_step(row):
             if self._lines % HEADER_LINES == 0:
                 self._say(header())

@@ -1,8 +1,5 @@
 """Live progress as lines of text. Pure: rows in, lines out; reads no file, knows no terminal."""
 
-from collections.abc import Mapping
-from typing import Any
-
 from prorl_hpc.observe.history import number, reset_of, validation_of
 from prorl_hpc.observe.metrics import Row
 
@@ -53,12 +50,6 @@ def validation_line(row: Row) -> str | None:
     return f"{'validation':>10}  step {found.step}: {found.score:.3f}" + (
         f" ({tasks})" if len(found.by_task) > 1 else ""
     )
-
-
-def warmup_line(row: Mapping[str, Any], *, steps: int) -> str:
-    """One row of the supervised stage."""
-    loss = _number(number(row, "loss"), ".3f")
-    return f"{'warmup':>10}  {row.get('step', '-')}/{steps}".ljust(25) + f"loss {loss}"
 
 
 def _number(value: float | None, form: str) -> str:

@@ -42,7 +42,6 @@ class History:
 
     steps: tuple[Row, ...]
     """One row per optimizer step, ascending."""
-    warmup: tuple[Row, ...]
     validations: tuple[Validation, ...]
     resets: tuple[Reset, ...]
 
@@ -56,7 +55,6 @@ def read_history(run: Run) -> History:
     rows = read_metrics(run.metrics("learner"))
     return History(
         steps=tuple(_by_step(row for row in rows if is_step(row))),
-        warmup=tuple(row for row in rows if is_warmup(row)),
         validations=tuple(_validations(run)),
         resets=tuple(_resets(rows)),
     )
@@ -65,11 +63,6 @@ def read_history(run: Run) -> History:
 def is_step(row: Row) -> bool:
     """Whether the row reports an optimizer step of reinforcement learning."""
     return row.get("event") == "step" and isinstance(row.get("step"), int)
-
-
-def is_warmup(row: Row) -> bool:
-    """Whether the row is of the supervised stage."""
-    return row.get("event") == "warmup"
 
 
 def number(row: Mapping[str, Any], quantity: str) -> float | None:

@@ -66,8 +66,8 @@ def read_metrics(path: Path) -> list[Row]:
     return [row for line in data.split(b"\n") if (row := _decode(line)) is not None]
 
 
-def last_row(path: Path, *, tail_bytes: int = 65536) -> Row | None:
-    """The newest whole row, read from the file's end only; None when there is none."""
+def last_row(path: Path, *, event: str | None = None, tail_bytes: int = 65536) -> Row | None:
+    """The newest whole row (of that event), read from the file's end only; None without one."""
     try:
         with path.open("rb") as stream:
             size = stream.seek(0, os.SEEK_END)
@@ -78,7 +78,7 @@ def last_row(path: Path, *, tail_bytes: int = 65536) -> Row | None:
     # The last part is empty or still being written; the first may be cut in the middle.
     for line in reversed(lines[1 if start else 0 : -1]):
         row = _decode(line)
-        if row is not None:
+        if row is not None and event in (None, row.get("event")):
             return row
     return None
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from prorl_hpc.observe.chart import Mark, Series, line_chart, ticks
-from prorl_hpc.observe.dashboard import header, reset_line, step_line, validation_line, warmup_line
+from prorl_hpc.observe.dashboard import header, reset_line, step_line, validation_line
 from prorl_hpc.observe.history import number, read_history
 from prorl_hpc.observe.metrics import MetricsWriter
 from prorl_hpc.observe.report import collect, render_report
@@ -24,7 +24,6 @@ def run(tmp_path: Path) -> Run:
     run.recipe.write_text(dump_recipe(recipe))
     run.provenance.write_text(json.dumps({"command": "prorl-hpc submit <x>", "git": None}))
     with MetricsWriter(run.metrics("learner")) as writer:
-        writer.write(event="warmup", step=20, loss=1.5)
         for step, reward in ((1, 0.1), (2, 0.9), (2, 0.2), (3, 0.4)):
             writer.write(
                 event="step", step=step, reward=reward, kl=0.01 * step, staleness=1.0,
@@ -46,7 +45,6 @@ def test_history_keeps_the_surviving_rows(run: Run) -> None:
     assert [(one.step, one.score) for one in history.validations] == [(0, 0.25), (3, 0.75)]
     assert history.validations[1].by_task == {"a": 0.75, "b": 0.0}
     assert [(one.step, one.reason) for one in history.resets] == [(2, "every 2")]
-    assert len(history.warmup) == 1
 
 
 def test_rates_are_counts_over_seconds(run: Run) -> None:
@@ -67,7 +65,6 @@ def test_live_lines(run: Run) -> None:
                                                "300"]  # fmt: skip
     assert len(header()) == len(step_line(row, steps=3))
     assert step_line({"event": "step", "step": 1}, steps=3).split()[2:] == ["-"] * 5
-    assert "loss 1.500" in warmup_line({"step": 20, "loss": 1.5}, steps=80)
     reset = reset_line({"event": "reset", "step": 2, "reason": "every 2"})
     assert reset is not None
     assert "step 2" in reset
