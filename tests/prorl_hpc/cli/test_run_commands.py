@@ -1,0 +1,207 @@
+"""Commands on a run that exists: written by a dry run, with attempts and metrics put in by hand."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hpc import ledger
+from hpc.errors import UserError
+from hpc.status import JobState, Phase
+from prorl_hpc.cli.evaluate import parse_ks
+from prorl_hpc.cli.logs import attempt_directory
+from prorl_hpc.cli.main import main
+from prorl_hpc.cli.status import duration
+from prorl_hpc.cli.table import table
+from prorl_hpc.cli.watch import is_over, summary
+from prorl_hpc.evaluation.evaluate import plan_leases, score_tasks
+from prorl_hpc.observe.metrics import MetricsWriter
+from prorl_hpc.observe.trajectories import describe_trajectory, segments
+from prorl_hpc.policy import publish_policy
+from prorl_hpc.recipe import Recipe, TaskConfig
+from prorl_hpc.records import Kind, Outcome, Trajectory
+from prorl_hpc.run import Run
+from tests.prorl_hpc.cli.support import recipe_directory
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    monkeypatch.chdir(tmp_path)
+    groups = recipe_directory(tmp_path / "groups")
+    argv = ["submit", "recipe=quickstart", "site=desk", "--recipe-dir", str(groups), "--dry-run"]
+    assert main(argv) == 0
+    return Run(tmp_path / "runs" / "quickstart")
+
+
+def state(job: str, phase: Phase, *, index: int = 0) -> JobState:
+    return JobState(
+        job=job, role=job, index=index, phase=phase, reason="", job_id="1", attempt=1, host="h",
+        started=0.0, ended=None,
+    )  # fmt: skip
+
+
+def trajectory(reward: float | None, *, group: int = 0, index: int = 0) -> Trajectory:
+    failed = reward is None
+    return Trajectory(
+        group_id=group,
+        rollout_index=index,
+        kind=Kind.validation,
+        task="a",
+        instance_id=f"a-{group}",
+        tokens=np.array([5, 6, 7, 8], dtype=np.int32),
+        loss_mask=np.array([0, 0, 1, 1], dtype=np.uint8),
+        logprobs=np.zeros(4, dtype=np.float32),
+        versions=np.array([-1, -1, 3, 3], dtype=np.int32),
+        reward=reward,
+        outcome=Outcome.infrastructure_failure if failed else Outcome.scored,
+    )
+
+
+def test_status_of_a_run_that_was_never_started(
+    run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["status", "quickstart"]) == 0
+    out = capsys.readouterr().out
+    assert "learner: no step yet" in out
+    assert "not submitted" in out
+    assert main(["status", str(run.root), "--json"]) == 0
+    jobs = json.loads(capsys.readouterr().out)["jobs"]
+    assert [job["job"] for job in jobs] == ["buffer", "rollout", "rollout", "learner"]
+
+
+def test_status_shows_progress_and_dead_jobs(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    start = ledger.Start(
+        time=1.0, job="learner", role="learner", index=0, attempt=1, job_id="local-1", host="n1"
+    )
+    ledger.append(run.ledger, entry=start)
+    with MetricsWriter(run.metrics("learner")) as writer:
+        writer.write(event="step", step=4, reward=0.5, kl=0.01)
+    assert main(["status", "quickstart", "--all"]) == 0
+    out = capsys.readouterr().out
+    assert "step 4/" in out
+    assert "reward 0.5" in out
+    assert "supervisor is gone" in out
+
+
+def test_unknown_run_names_those_there_are(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("status", "watch", "logs", "cancel", "resume", "report"):
+        assert main([command, "nope"]) == 2
+        assert "runs there: quickstart" in capsys.readouterr().err
+
+
+def test_logs_of_the_newest_attempt(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["logs", "quickstart", "learner"]) == 2
+    assert "has no attempt yet" in capsys.readouterr().err
+    for attempt in (1, 2, 10):
+        directory = run.attempt_logs("learner", index=0, attempt=attempt)
+        directory.mkdir(parents=True)
+        (directory / "out.log").write_text(f"one\ntwo\nattempt {attempt}\n")
+    assert main(["logs", "quickstart", "learner", "--lines", "1"]) == 0
+    assert capsys.readouterr().out == "attempt 10\n"
+    assert main(["logs", "quickstart", "--attempt", "2", "--lines", "0"]) == 0
+    assert capsys.readouterr().out == "one\ntwo\nattempt 2\n"
+    with pytest.raises(UserError, match=r"choose of \[1, 2, 10\]"):
+        attempt_directory(run, "learner", index=0, attempt=3)
+
+
+def test_report_and_list(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", "quickstart"]) == 0
+    assert run.report.read_text().startswith("<!doctype html>")
+    capsys.readouterr()
+    assert main(["list"]) == 0
+    assert "quickstart" in capsys.readouterr().out
+    assert main(["list", "algorithms"]) == 0
+    assert "prorl_v2" in capsys.readouterr().out
+    assert main(["list", "keys"]) == 0
+    assert "algorithm.reset.every_steps" in capsys.readouterr().out
+
+
+def test_manual_reset_leaves_a_new_request_each_time(run: Run) -> None:
+    assert main(["reset-reference", "quickstart"]) == 0
+    first = (run.requests / "reset-reference").read_text()
+    assert main(["reset-reference", "quickstart"]) == 0
+    assert (run.requests / "reset-reference").read_text() != first
+
+
+def test_export_checks_hashes(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", "quickstart", "out"]) == 2
+    assert "there: none yet" in capsys.readouterr().err
+    publish_policy(
+        run,
+        version=3,
+        step=3,
+        write=lambda path: (path / "w.safetensors").write_bytes(b"w") and None,
+    )
+    assert main(["export", "quickstart", "out"]) == 0
+    assert Path("out/w.safetensors").read_bytes() == b"w"
+    assert main(["export", "quickstart", "out"]) == 2
+    (run.policy(3) / "w.safetensors").write_bytes(b"x")
+    assert main(["export", "quickstart", "out2"]) == 2
+    assert "damaged" in capsys.readouterr().err
+    assert not Path("out2").exists()
+
+
+def test_show_without_groups(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", "quickstart", "--group", "7"]) == 2
+    assert "none is closed yet" in capsys.readouterr().err
+
+
+def test_segments_part_what_was_given_from_what_was_sampled() -> None:
+    one = trajectory(0.5)
+    assert segments(one) == [(False, [5, 6]), (True, [7, 8])]
+    text = describe_trajectory(one, decode=lambda ids: "-".join(map(str, ids)))
+    assert "reward 0.5, scored" in text
+    assert "--- policy ---\n7-8" in text
+
+
+def test_when_a_watch_ends() -> None:
+    done = [state("learner", Phase.finished), state("buffer", Phase.failed)]
+    assert is_over(done, local=False)
+    assert not is_over([*done, state("rollout", Phase.preempted)], local=True)
+    lost = [*done, state("rollout", Phase.unknown)]
+    assert is_over(lost, local=True)
+    assert not is_over(lost, local=False)
+
+
+def test_summary_counts_array_tasks() -> None:
+    found = [state("buffer", Phase.running)]
+    found += [state("rollout", Phase.running, index=i) for i in range(3)]
+    found.append(state("rollout", Phase.pending, index=3))
+    assert summary(found) == "buffer running, rollout 1 pending 3 running"
+
+
+def test_tables_and_durations() -> None:
+    assert table(("a", "n"), [("x", 1), ("yy", None)]) == "a   n\n--  -\nx   1\nyy  -"
+    assert [duration(s) for s in (3, 150, 8000)] == ["3 s", "2 min", "2.2 h"]
+
+
+def test_evaluation_scores_by_hand() -> None:
+    rewards = {0: [1.0, 0.0], 1: [0.0, 0.0], 2: [1.0, None]}
+    every = [
+        trajectory(reward, group=group, index=i)
+        for group, values in rewards.items()
+        for i, reward in enumerate(values)
+    ]
+    score = score_tasks(every, ks=[1], seed=0)["a"]
+    assert (score.instances, score.samples, score.failures) == (3, 1, 1)
+    # pass@1: 1/2, 0 and 1 (one usable rollout); their mean is 1/2
+    assert score.pass_at[1].mean == pytest.approx(0.5)
+    assert score.response_tokens == 2.0
+    two = score_tasks(every[:4], ks=[2], seed=0)["a"]
+    assert two.pass_at[2].mean == pytest.approx(0.5)  # one of two instances was ever solved
+
+
+def test_leases_of_an_evaluation() -> None:
+    tasks = {"a": TaskConfig(kind="logic", validation_size=3)}
+    leases = plan_leases(Recipe(name="r", steps=1, tasks=tasks), num_samples=4)
+    assert [lease.instance_index for lease in leases] == [0, 1, 2]
+    assert leases[0].rollouts == (0, 1, 2, 3)
+    assert len({lease.seed for lease in leases}) == 3
+
+
+@pytest.mark.parametrize("text", ["0", "5", "x", ""])
+def test_ks_that_cannot_be_estimated(text: str) -> None:
+    with pytest.raises(UserError, match="--k"):
+        parse_ks(text, samples=4)
+    assert parse_ks("4,1", samples=4) == [1, 4]
