@@ -1,0 +1,157 @@
+"""Two ranks on gloo against one: the same training, checkpoints of either for the other."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from prorl_hpc.learner import session
+from prorl_hpc.learner.distributed import Ranks, join
+from prorl_hpc.learner.launch import combined_code
+from prorl_hpc.recipe import Recipe
+from prorl_hpc.run import Run
+from tests.fakes.learner_client import FakeClient
+
+from .conftest import VOCABULARY, make_run, tiny_recipe
+
+DEADLINE_SECONDS = 240
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def short_recipe() -> Recipe:
+    """Six steps with a reset after three and a validation in between."""
+    recipe = tiny_recipe(updates_per_step=2, learning_rate=1e-3)
+    recipe.steps = 6
+    recipe.algorithm.reset.every_steps = 3
+    recipe.learner.checkpoint_every_steps = 2
+    recipe.learner.tokens_per_micro_batch = 24
+    return recipe
+
+
+def start(run: Run, *, rank: int, world: int, port: int, stop_after: int) -> subprocess.Popen[str]:
+    environment = os.environ | {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_RANK": str(rank),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+    }
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.prorl_hpc.learner.rank", str(run.root), str(stop_after)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def train_with(run: Run, world: int, *, stop_after: int = 10_000) -> str:
+    """Runs to the end (or the stop) on so many ranks; the last line of rank 0."""
+    port = free_port()
+    ranks = [
+        start(run, rank=rank, world=world, port=port, stop_after=stop_after)
+        for rank in range(world)
+    ]
+    try:
+        outputs = [rank.communicate(timeout=DEADLINE_SECONDS)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            if rank.poll() is None:
+                rank.kill()
+                rank.wait()
+    for rank, output in zip(ranks, outputs, strict=True):
+        assert rank.returncode == 0, output
+    return outputs[0].strip().splitlines()[-1]
+
+
+def final(run: Run) -> dict[str, torch.Tensor]:
+    return load_file(run.policy(6) / "model.safetensors")
+
+
+@pytest.mark.process
+def test_two_ranks_train_as_one_and_take_over_from_each_other(tmp_path: Path) -> None:
+    alone = make_run(tmp_path / "one", short_recipe())
+    fake = FakeClient(vocabulary=VOCABULARY)
+    assert (
+        session.train(alone, connect=lambda: fake, read=fake.read, stop_reason=lambda: None)
+        == "done"
+    )
+    expected = final(alone)
+
+    together = make_run(tmp_path / "two", short_recipe())
+    assert train_with(together, 2) == "done"
+    mixed = make_run(tmp_path / "mixed", short_recipe())
+    assert train_with(mixed, 2, stop_after=8) != "done"
+    assert train_with(mixed, 1, stop_after=4) != "done"
+    assert train_with(mixed, 2) == "done"
+
+    for run in (together, mixed):
+        found = final(run)
+        assert set(found) == set(expected)
+        for name, value in expected.items():
+            assert torch.allclose(found[name], value, atol=2e-4), name
+
+
+@pytest.mark.process
+def test_a_killed_rank_ends_the_others(tmp_path: Path) -> None:
+    """The launcher gives up on a rank's death and asks for another attempt."""
+    from prorl_hpc.learner import launch
+
+    script = (
+        "import os, sys, time\n"
+        "rank = int(sys.argv[1])\n"
+        "os.kill(os.getpid(), 9) if rank == 1 else time.sleep(600)\n"
+    )
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", script, str(i)], stdin=subprocess.PIPE, start_new_session=True
+        )
+        for i in range(2)
+    ]
+    before = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)}
+    started = time.monotonic()
+    try:
+        launch.LAST_GRACE_SECONDS, kept = 0.5, launch.LAST_GRACE_SECONDS
+        assert launch._supervise(ranks) == 75
+    finally:
+        launch.LAST_GRACE_SECONDS = kept
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert time.monotonic() - started < 300
+    assert all(rank.poll() is not None for rank in ranks)
+
+
+@pytest.mark.parametrize(
+    ("codes", "expected"),
+    [([0, 0], 0), ([75, 75], 75), ([0, -9], 75), ([1, -9], 1), ([1, 2], 2), ([75, 0], 75)],
+)
+def test_one_code_for_all_ranks(codes: list[int], expected: int) -> None:
+    assert combined_code(codes) == expected
+
+
+def test_a_single_rank_needs_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    ranks: Ranks = join(timeout_seconds=1)
+    assert (ranks.rank, ranks.world, ranks.is_first) == (0, 1, True)
+    assert ranks.broadcast("x") == "x"
+    assert ranks.gather(3) == [3]
+    assert ranks.sum({"a": 1.0}) == {"a": 1.0}
+    assert not ranks.all_true(False)
+    ranks.barrier()

@@ -1,0 +1,156 @@
+"""The memory estimate: hand-computed parts, measured activations, advice that fits."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from prorl_hpc.learner.attention import document_layout
+from prorl_hpc.learner.distributed import Ranks
+from prorl_hpc.learner.memory import (
+    GIB,
+    ModelFacts,
+    check_memory,
+    estimate,
+    facts_for,
+    facts_of,
+    layer_bytes_per_token,
+)
+from prorl_hpc.learner.model import build_policy
+from prorl_hpc.recipe import ModelConfig, Recipe, RecipeError, TaskConfig
+
+QWEN_7B = {
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152064,
+    "tie_word_embeddings": False,
+}
+
+
+def recipe(*, nodes: int = 1, ranks: int = 8, context: int = 4096, half: bool = True) -> Recipe:
+    made = Recipe(name="m", steps=1, tasks={"t": TaskConfig(kind="logic")})
+    made.learner.nodes, made.learner.ranks_per_node = nodes, ranks
+    made.learner.gpus_per_node = ranks
+    made.learner.tokens_per_micro_batch = context
+    made.model.context_tokens = context
+    made.model.dtype = "bfloat16" if half else "float32"
+    made.model.activation_checkpointing = True
+    return made
+
+
+def test_parameters_of_a_known_model() -> None:
+    # Qwen2.5-7B: 7,615,616,512 parameters by its own count (biases on q, k, v only).
+    assert facts_of(QWEN_7B).num_parameters == pytest.approx(7_615_616_512, rel=1e-4)
+
+
+def test_sharded_state_is_counted_by_hand() -> None:
+    facts = facts_of(QWEN_7B)
+    need = estimate(recipe(), facts)
+    shard = -(-facts.num_parameters // 8)
+    assert need.weights == need.gradients == need.reference == 4 * shard
+    assert need.optimizer == 8 * shard
+    no_reference = recipe()
+    no_reference.algorithm.kl_coef = 0.0
+    assert estimate(no_reference, facts).reference == 0
+
+
+def measured_layer_bytes(directory: Path, *, half: bool, tokens: int = 256) -> float:
+    """Bytes per token that one more layer saves for the backward pass."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    sizes = []
+    for layers in (1, 3):
+        config = AutoConfig.for_model(
+            "qwen2", vocab_size=32, hidden_size=128, intermediate_size=384,
+            num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2,
+            tie_word_embeddings=True,
+        )  # fmt: skip
+        place = directory / f"{half}-{layers}"
+        AutoModelForCausalLM.from_config(config).save_pretrained(place)
+        ranks = Ranks(rank=0, world=1, device=torch.device("cpu"))
+        settings = ModelConfig(dtype="bfloat16" if half else "float32")
+        model = build_policy(place, settings, ranks=ranks, chunk_tokens=64)
+        weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        saved: dict[int, torch.Tensor] = {}
+
+        def keep(
+            tensor: torch.Tensor,
+            weights: set[int] = weights,
+            saved: dict[int, torch.Tensor] = saved,
+        ) -> torch.Tensor:
+            place = tensor.untyped_storage().data_ptr()
+            # Cast weights under autocast are counted with the weights.
+            if place not in weights and tensor.shape[0] != 128 and tensor.shape[-1] != 128 * 128:
+                saved[place] = tensor
+            return tensor
+
+        position = torch.arange(1, tokens)
+        ids = torch.randint(32, (tokens,))
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            model(
+                ids, document_layout([tokens]), position - 1, ids[position], torch.ones(tokens - 1)
+            )
+        sizes.append(sum(t.untyped_storage().nbytes() for t in saved.values()))
+    return (sizes[1] - sizes[0]) / 2 / tokens
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_activations_are_within_15_percent_of_what_is_saved(tmp_path: Path, half: bool) -> None:
+    facts = ModelFacts(
+        hidden_size=128, intermediate_size=384, num_layers=1, num_heads=4, num_key_value_heads=2,
+        head_dim=32, vocab_size=32, tied=True,
+    )  # fmt: skip
+    measured = measured_layer_bytes(tmp_path, half=half)
+    expected = layer_bytes_per_token(facts, half=half, sharded=False)
+    assert expected == pytest.approx(measured, rel=0.15)
+
+
+def test_what_does_not_fit_is_refused_with_what_does() -> None:
+    facts = facts_of(QWEN_7B)
+    assert check_memory(recipe(), facts, available_bytes=80 * GIB).total < 80 * GIB
+    with pytest.raises(RecipeError, match=r"needs about .* GiB .* use \d+ ranks"):
+        check_memory(recipe(ranks=1), facts, available_bytes=80 * GIB)
+    wide = recipe(context=16384, half=False)
+    wide.model.activation_checkpointing = False
+    with pytest.raises(RecipeError, match=r"set model.activation_checkpointing=true"):
+        check_memory(wide, facts, available_bytes=80 * GIB)
+    with pytest.raises(RecipeError, match="smaller model or larger devices"):
+        check_memory(recipe(), facts, available_bytes=GIB)
+
+
+def test_advice_fits() -> None:
+    facts = facts_of(QWEN_7B)
+    with pytest.raises(RecipeError) as caught:
+        check_memory(recipe(ranks=1), facts, available_bytes=80 * GIB)
+    ranks = int(str(caught.value).split("use ")[1].split(" ")[0])
+    assert estimate(recipe(ranks=ranks), facts).total <= 80 * GIB
+
+
+def test_facts_come_from_the_recipe_or_the_model_directory(tmp_path: Path) -> None:
+    made = recipe()
+    made.model.path = "some/hub-name"
+    assert facts_for(made) is None
+    made.model.path = str(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(QWEN_7B))
+    assert facts_for(made) == facts_of(QWEN_7B)
+    made.model.path, made.model.vocabulary = None, "abc"
+    made.model.config = {k: v for k, v in QWEN_7B.items() if k != "vocab_size"}
+    found = facts_for(made)
+    assert found is not None
+    assert found.vocab_size == 8
+    made.model.config = {}
+    with pytest.raises(RecipeError, match="num_attention_heads"):
+        facts_for(made)
+
+
+def test_the_planner_needs_no_torch() -> None:
+    code = "import sys, prorl_hpc.learner.memory; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
