@@ -15,7 +15,6 @@ import os
 import re
 import secrets
 import shutil
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -147,7 +146,7 @@ class ImageStore:
             if found is not None:
                 return found
             self._sweep(name)
-            with self._workspace() as workspace:
+            with self._workspace(name) as workspace:
                 made = workspace / f"{name}.sif"
                 make(made)
                 if not made.is_file():
@@ -206,10 +205,10 @@ class ImageStore:
         return lease(path, wait_seconds=wait_seconds)
 
     @contextlib.contextmanager
-    def _workspace(self) -> Iterator[Path]:
+    def _workspace(self, name: str) -> Iterator[Path]:
         """A private directory on scratch disk, removed in any case."""
-        base = self._scratch or self.root / ".builds"
-        workspace = base / f"prorl-image-{secrets.token_hex(6)}"
+        base = self._builds
+        workspace = base / f"{self._workspace_prefix(name)}{secrets.token_hex(6)}"
         try:
             workspace.mkdir(parents=True, mode=0o700)
         except OSError as err:
@@ -240,11 +239,17 @@ class ImageStore:
         """Under the lease nobody else publishes this image: what lies here is of killed builds."""
         for left in self.root.glob(f".{name}.sif.*.tmp"):
             left.unlink(missing_ok=True)
-        if self._scratch is None:
-            old = time.time() - WAIT_SECONDS
-            for left in (self.root / ".builds").glob("prorl-image-*"):
-                if left.stat().st_mtime < old:
-                    shutil.rmtree(left, ignore_errors=True)
+        for left in self._builds.glob(f"{self._workspace_prefix(name)}*"):
+            shutil.rmtree(left, ignore_errors=True)
+
+    @property
+    def _builds(self) -> Path:
+        return self._scratch or self.root / ".builds"
+
+    def _workspace_prefix(self, name: str) -> str:
+        # scratch may serve several stores
+        store = hashlib.sha256(str(self.root.absolute()).encode()).hexdigest()[:8]
+        return f"prorl-image-{store}-{name}@"
 
     def _read(self) -> dict[str, ImageRecord]:
         try:
