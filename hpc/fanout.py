@@ -3,15 +3,21 @@
 For short work beside a run: image builds, evaluations, checks of instances. Knows no learning.
 """
 
+import contextlib
+import os
+import shlex
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from hpc.errors import FanoutError, SiteError
+from hpc import slurm
+from hpc.errors import FanoutError, SiteError, SubmitError
 from hpc.plan import Resources
+from hpc.prepare import interpreter
 from hpc.site import Backend, GpuSpelling, Site
+from hpc.status import PENDING_STATES, RUNNING_STATES
 
 Argument = TypeVar("Argument")
 Value = TypeVar("Value")
@@ -65,11 +71,28 @@ def fan_out(
             site, role=role, resources=resources, directory=directory, at_once=at_once
         )
         try:
-            jobs = executor.map_array(_Guarded(function), part)
+            with _scrubbed_environment():
+                jobs = executor.map_array(_Guarded(function), part)
         except Exception as err:  # submitit raises its own kinds and subprocess's
             raise FanoutError(f"fan-out of {role!r} wasn't queued: {_line(err)}") from err
-        results += [_result(job, until=until) for job in jobs]
+        lost: Callable[[list[Any]], list[Any]] = _ended_locally
+        if site.backend is Backend.slurm:
+            lost = _Watch().gone
+        results += _collect(jobs, lost=lost, until=until)
     return results
+
+
+@contextlib.contextmanager
+def _scrubbed_environment() -> Iterator[None]:
+    """A submission from inside a job must not inherit that job's variables."""
+    before = dict(os.environ)
+    kept = slurm.scrubbed(before)
+    try:
+        for name in before.keys() - kept.keys():
+            del os.environ[name]
+        yield
+    finally:
+        os.environ.update(before)
 
 
 def _executor(site: Site, *, role: str, resources: Resources, directory: Path, at_once: int) -> Any:
@@ -82,20 +105,18 @@ def _executor(site: Site, *, role: str, resources: Resources, directory: Path, a
         local.update_parameters(timeout_min=resources.walltime_minutes)
         return local
     placement = site.placement(role)
-    extra: dict[str, object] = {
-        name: value
-        for name, value in (
-            ("reservation", placement.reservation),
-            ("chdir", str(directory)),
-        )
-        if value is not None
-    }
-    gpus: dict[str, object] = {}
+    extra: dict[str, object] = {"chdir": str(directory)}
+    if placement.reservation is not None:
+        extra["reservation"] = placement.reservation
     if resources.gpus_per_node:
         kind = f"{placement.gpu_type}:" if placement.gpu_type else ""
         gres = site.gpu_spelling is GpuSpelling.gres
-        name = "gres" if gres else "gpus_per_node"
-        gpus[name] = f"{'gpu:' if gres else ''}{kind}{resources.gpus_per_node}"
+        value = f"{kind}{resources.gpus_per_node}"
+        extra["gres" if gres else "gpus-per-node"] = f"gpu:{value}" if gres else value
+    root = interpreter().package_root
+    setup = list(site.setup)
+    if root is not None:
+        setup.append(f"export PYTHONPATH={shlex.quote(root)}${{PYTHONPATH:+:$PYTHONPATH}}")
     executor = submitit.SlurmExecutor(folder=directory)
     executor.update_parameters(
         job_name=f"prorl-{role}",
@@ -110,24 +131,70 @@ def _executor(site: Site, *, role: str, resources: Resources, directory: Path, a
         mem=f"{resources.memory_mib}M",
         array_parallelism=at_once,
         additional_parameters=extra,
-        setup=list(site.setup),
-        **gpus,
+        setup=setup,
     )
     return executor
 
 
-def _result(job: Any, *, until: float) -> Result[Any]:
+def _collect(
+    jobs: list[Any], *, lost: Callable[[list[Any]], list[Any]], until: float
+) -> list[Result[Any]]:
+    """Waits for the result files; jobs that ended without one, or not in time, are failures."""
+    results: dict[str, Result[Any]] = {}
     wait = 0.1
-    while not job.done():
-        left = until - time.monotonic()
-        if left <= 0:
-            job.cancel()
-            return Failed(error=f"job {job.job_id} didn't end in time; cancelled", log=_log(job))
-        time.sleep(min(wait, left))
-        wait = min(5.0, wait * 1.5)
+    while left := [job for job in jobs if job.job_id not in results]:
+        gone = lost(left)
+        for job in left:
+            if Path(job.paths.result_pickle).exists():
+                results[job.job_id] = _outcome(job)
+            elif job in gone:
+                error = f"job {job.job_id} was lost: it ended without a result"
+                results[job.job_id] = Failed(error=error, log=_log(job))
+            elif time.monotonic() >= until:
+                job.cancel()
+                error = f"job {job.job_id} didn't end in time; cancelled"
+                results[job.job_id] = Failed(error=error, log=_log(job))
+        if len(results) < len(jobs):
+            time.sleep(wait)
+            wait = min(2.0, wait * 1.5)
+    return [results[job.job_id] for job in jobs]
+
+
+def _ended_locally(jobs: list[Any]) -> list[Any]:
+    return [job for job in jobs if job.done(force_check=True)]
+
+
+class _Watch:
+    """Asks squeue now and then which jobs are no longer queued or running.
+
+    submitit would ask sacct, which many sites don't have. A job counts as gone when it was missing
+    twice: its result may become visible on a shared file system later than its end.
+    """
+
+    def __init__(self, *, every_seconds: float = 10.0) -> None:
+        self._every_seconds = every_seconds
+        self._due = time.monotonic() + every_seconds
+        self._missing: set[str] = set()
+
+    def gone(self, jobs: list[Any]) -> list[Any]:
+        if time.monotonic() < self._due:
+            return []
+        self._due = time.monotonic() + self._every_seconds
+        try:
+            rows = slurm.queue(sorted({job.job_id.split("_")[0] for job in jobs}))
+        except SubmitError:  # the controller is busy: ask again later
+            return []
+        alive = {row.job_id for row in rows if row.state in (*PENDING_STATES, *RUNNING_STATES)}
+        missing = {job.job_id for job in jobs} - alive
+        twice = missing & self._missing
+        self._missing = missing
+        return [job for job in jobs if job.job_id in twice]
+
+
+def _outcome(job: Any) -> Result[Any]:
     try:
         outcome = job.result()
-    except Exception as err:  # submitit's own: the job was lost
+    except Exception as err:  # submitit's own: a result that can't be read
         return Failed(error=f"job {job.job_id} was lost: {_line(err)}", log=_log(job))
     return Failed(error=outcome, log=_log(job)) if isinstance(outcome, str) else outcome
 

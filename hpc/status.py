@@ -72,8 +72,15 @@ class Submission:
     token: str
 
 
-_PENDING = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD")
-_RUNNING = (
+PENDING_STATES = (
+    "PENDING",
+    "REQUEUED",
+    "REQUEUE_HOLD",
+    "REQUEUE_FED",
+    "SPECIAL_EXIT",
+    "RESV_DEL_HOLD",
+)
+RUNNING_STATES = (
     "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT",
     "RESIZING",
 )  # fmt: skip
@@ -202,9 +209,9 @@ def _slurm_state(
 def _by_row(row: slurm.QueueRow, history: History) -> tuple[Phase, str]:
     """Slurm's word, where the ledger has no better one."""
     state = row.state.rstrip("+")
-    if state in _PENDING:
+    if state in PENDING_STATES:
         return Phase.pending, _REASONS.get(row.reason, row.reason)
-    if state in _RUNNING:
+    if state in RUNNING_STATES:
         return Phase.running, "" if state == "RUNNING" else state.lower()
     end = history.last_exit
     if state == "PREEMPTED":

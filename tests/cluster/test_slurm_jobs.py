@@ -332,6 +332,35 @@ def test_lost_node(session: Session) -> None:
     session.wait(lambda: session.cluster.node_state(node) == "idle", what="the node is back")
 
 
+def test_fan_out_over_an_array(session: Session) -> None:
+    text = """
+import json, math, sys
+from pathlib import Path
+import msgspec
+from hpc.fanout import fan_out
+from hpc.plan import Resources
+from hpc.site import Site
+site, directory = json.loads(sys.argv[1])
+resources = Resources(nodes=1, cpus_per_node=1, memory_mib=200, gpus_per_node=0, walltime_minutes=5)
+print(json.dumps([repr(result) for result in fan_out(
+    math.sqrt, [4.0, -1.0, 9.0], site=msgspec.convert(site, Site), role="evaluation",
+    resources=resources, directory=Path(directory), at_once=2, timeout_seconds=150,
+)]))
+"""
+    site = Site(
+        name="minicluster",
+        backend=Backend.slurm,
+        placements={"default": Placement(partition="cpu")},
+    )
+    given = json.dumps([msgspec.to_builtins(site), str(session.run.root.parent / "fan out")])
+    done = session.cluster.run([session.python, "-c", text, given], timeout=180)
+    assert done.returncode == 0, done.stderr
+    first, second, third = json.loads(done.stdout)
+    assert first == "Done(value=2.0)"
+    assert "ValueError" in second
+    assert third == "Done(value=3.0)"
+
+
 def test_partition_that_does_not_exist(session: Session) -> None:
     with pytest.raises(AssertionError, match="partition 'nowhere' doesn't exist"):
         session.launch(job(session, "rollout", "once"), rollout=Placement(partition="nowhere"))
