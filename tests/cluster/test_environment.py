@@ -7,7 +7,7 @@ from typing import Protocol
 import pytest
 
 from tests.prorl_hpc.environment import checks
-from tests.prorl_hpc.environment.checks import ALL
+from tests.prorl_hpc.environment.checks import ALL, APPTAINER
 
 SCRIPT = Path(checks.__file__).resolve()
 
@@ -39,7 +39,7 @@ def run(person: Person, backend: str, image: object, name: str) -> None:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", ALL | APPTAINER)
 def test_unpacked_directory(apptainer: Container, name: str) -> None:
     run(apptainer.user, "apptainer", apptainer.rootfs, name)
 

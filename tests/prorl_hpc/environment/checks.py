@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -24,6 +25,8 @@ REPOSITORY = Path(__file__).resolve().parents[3]
 if __name__ == "__main__":
     sys.path.insert(0, str(REPOSITORY))
 
+from hpc.container_probe import probe  # noqa: E402
+from hpc.errors import IsolationError  # noqa: E402
 from hpc.isolation import Feature  # noqa: E402
 from prorl_hpc.environment import (  # noqa: E402
     Backend,
@@ -106,6 +109,7 @@ Check = Callable[[Bench], Awaitable[None]]
 CHECKS: dict[str, Check] = {}
 DESTRUCTIVE: dict[str, Check] = {}
 ISOLATING: dict[str, Check] = {}
+APPTAINER: dict[str, Check] = {}
 
 
 def check(function: Check) -> Check:
@@ -117,6 +121,12 @@ def check(function: Check) -> Check:
 def isolating(function: Check) -> Check:
     """Only for backends that isolate."""
     ISOLATING[function.__name__] = function
+    return function
+
+
+def apptainer(function: Check) -> Check:
+    """Only for Apptainer."""
+    APPTAINER[function.__name__] = function
     return function
 
 
@@ -599,6 +609,44 @@ async def many_times(bench: Bench) -> None:
     assert not any(list(home.rglob("*.json")) for home in homes if home.is_dir())
 
 
+@apptainer
+async def a_site_that_lacks_a_feature_refuses_or_records(bench: Bench) -> None:
+    """The real runtime behind a front that refuses one option, as such a site does."""
+    real = shutil.which("apptainer") or shutil.which("singularity")
+    cases = [
+        (Feature.network_none, "--net", "max_net_namespaces"),
+        (Feature.overlay, "--overlay", "enable overlay"),
+        (Feature.pid_namespace, "--pid", "allow pid ns"),
+    ]
+    for feature, option, fix in cases:
+        front = bench.root / f"apptainer-{feature}"
+        front.write_text(
+            f'#!/bin/sh\nfor word; do [ "$word" = {option} ] && '
+            f'{{ echo "FATAL: {option} is not allowed by the administrator" >&2; exit 255; }}; '
+            f'done\nexec {real} "$@"\n'
+        )
+        front.chmod(0o755)
+        features = probe(str(front))
+        assert features.container == frozenset(Feature) - {feature}, features
+        factory = EnvironmentFactory(bench.root / f"scratch-{feature}", features=features)
+        try:
+            async with factory.create(bench.spec()):
+                raise AssertionError(f"started without {feature}")
+        except IsolationError as err:
+            assert fix in str(err), err
+            assert "not allowed by the administrator" in str(err), err
+        accepting = bench.spec(accept_missing=frozenset({feature}))
+        async with factory.create(accepting) as environment:
+            assert environment.isolation.overridden == (feature.value,)
+            await say(environment, "X=1; sleep 600 & true")
+            stopped = await environment.run("sleep 600", 0.5)
+            assert stopped.timed_out
+            # the shell may tell of the killed background job as well
+            assert "1" in (await say(environment, "echo $X")).splitlines()
+        until(lambda made=factory: not holders(made._worker.path.parent), "processes remain")
+        factory.close()
+
+
 ALL = CHECKS | ISOLATING | DESTRUCTIVE
 
 
@@ -625,7 +673,7 @@ def main(arguments: list[str]) -> None:
     if os.geteuid() == 0 and name in DESTRUCTIVE:
         sys.exit(f"{name} is destructive: run it as an ordinary user")
     with tempfile.TemporaryDirectory(prefix="prorl-check-", dir="/var/tmp") as root:
-        run_check(ALL[name], backend=chosen[0], image=chosen[1], root=Path(root))
+        run_check((ALL | APPTAINER)[name], backend=chosen[0], image=chosen[1], root=Path(root))
 
 
 if __name__ == "__main__":
