@@ -10,19 +10,16 @@ import signal
 import subprocess
 import time
 from dataclasses import dataclass, field
-from enum import StrEnum
-from pathlib import Path
-
-import msgspec
 
 from hpc import ledger, slurm
-from hpc.attempts import Ending, Next, decide, restart_delay_seconds
+from hpc.attempts import Next, restart_delay_seconds
 from hpc.groups import Guardian, kill_group, start_guardian
 from hpc.plan import Job, Plan
 from hpc.prepare import finished_indexes, indexes_of, peers, unfinished
 from hpc.rundir import RunDirectory
 from hpc.site import Site
-from hpc.start import LOCAL, Context, claim_attempt, record_end
+from hpc.start import LOCAL
+from hpc.task import Phase, Task, outcome, record_cancel, unrecorded
 from hpc.wakeup import Wakeup
 
 log = logging.getLogger("hpc.supervisor")
@@ -35,42 +32,6 @@ KILL_MARGIN_SECONDS = 10.0
 
 STEADY_SECONDS = 30.0
 """An attempt that lived this long starts the back-off anew."""
-
-
-class Phase(StrEnum):
-    """Where a task is."""
-
-    waiting = "waiting"
-    running = "running"
-    finished = "finished"
-    failed = "failed"
-    stopped = "stopped"
-
-
-@dataclass(kw_only=True, slots=True)
-class Task:
-    """One index of one job. All times are monotonic seconds."""
-
-    job: Job
-    index: int
-    script: Path
-    array_task: int
-    phase: Phase = Phase.waiting
-    process: "subprocess.Popen[bytes] | None" = None
-    token: str = ""
-    """Job id of the running attempt."""
-    started: float = 0.0
-    failures: int = 0
-    """Short-lived attempts in a row."""
-    due: float = 0.0
-    """When the next attempt may start."""
-    warn_at: float = float("inf")
-    kill_at: float = float("inf")
-    stop_reason: str = ""
-
-    @property
-    def over(self) -> bool:
-        return self.phase in (Phase.finished, Phase.failed, Phase.stopped)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -203,7 +164,7 @@ class Supervisor:
         """SIGTERM once; the timer kills the group after the grace time."""
         if task.phase is Phase.waiting:
             task.phase = Phase.stopped
-            self._record_cancel(task, reason)
+            record_cancel(self.run, task, reason=reason)
         elif task.phase is Phase.running and not task.stop_reason:
             assert task.process is not None
             task.stop_reason = reason
@@ -247,18 +208,17 @@ class Supervisor:
     def _ended(self, task: Task, *, returncode: int, now: float) -> None:
         code = 128 - returncode if returncode < 0 else returncode
         try:
-            follows, reason = self._outcome(task, code=code)
+            follows, reason = outcome(self.run, self.site, task, code=code)
         except OSError as err:  # a full disk: go on without the record
-            follows, reason = self._unrecorded(task, code=code), f"not recorded: {err}"
+            follows, reason = unrecorded(task, code=code), f"not recorded: {err}"
         log.info("%s[%d] ended with %d: %s (%s)", task.job.name, task.index, code, follows, reason)
         if follows is Next.finished:
             task.phase = Phase.finished
         elif follows in (Next.cancelled, Next.again) and not self._wanted(task):
             task.phase = Phase.stopped
             if follows is Next.again:
-                self._record_cancel(
-                    task, task.stop_reason or self.stopping or "the run was cancelled"
-                )
+                reason = task.stop_reason or self.stopping or "the run was cancelled"
+                record_cancel(self.run, task, reason=reason)
         elif follows in (Next.cancelled, Next.again):
             steady = now - task.started >= STEADY_SECONDS
             task.failures = 0 if steady else task.failures + 1
@@ -272,85 +232,6 @@ class Supervisor:
         """Whether another attempt is wanted now; `scale` may have changed that meanwhile."""
         stopped = task.stop_reason or self.stopping or self.run.stop_request.exists()
         return not stopped and task.index in indexes_of(self.run, task.job)
-
-    def _outcome(self, task: Task, *, code: int) -> tuple[Next, str]:
-        """What the script decided; or, where it couldn't, what its end means."""
-        role, index = task.job.role, task.index
-        numbers = (
-            int(path.name[8:])
-            for path in self.run.job_logs(role, index=index).glob("attempt-*")
-            if path.name[8:].isdigit()
-        )
-        latest = max(numbers, default=0)
-        if latest and self._started_by(task, attempt=latest):
-            try:
-                data = self.run.attempt_exit(role, index=index, attempt=latest).read_bytes()
-                decided = msgspec.json.decode(data, type=ledger.Exit)
-                return Next(decided.next), decided.reason
-            except (OSError, msgspec.DecodeError):
-                return self._record(task, attempt=latest, code=code)
-        if code == 0:  # `begin` found that nothing is wanted any more
-            return Next.cancelled, "not started"
-        return self._record(task, attempt=ledger.NO_ATTEMPT, code=code)
-
-    def _unrecorded(self, task: Task, *, code: int) -> Next:
-        ending = Ending(
-            code=code,
-            asked="TERM" if task.stop_reason else "",
-            cancelled=task.stop_reason,
-            attempts_without_progress=0,
-            max_attempts_without_progress=1 if task.job.restarts else 0,
-        )
-        return decide(ending).next
-
-    def _started_by(self, task: Task, *, attempt: int) -> bool:
-        path = self.run.attempt_start(task.job.role, index=task.index, attempt=attempt)
-        try:
-            start = msgspec.json.decode(path.read_bytes(), type=ledger.Start)
-        except (OSError, msgspec.DecodeError):
-            return False
-        return start.job_id == task.token
-
-    def _record(self, task: Task, *, attempt: int, code: int) -> tuple[Next, str]:
-        job = task.job
-        if attempt == ledger.NO_ATTEMPT:  # an attempt of its own, so that its end is counted
-            attempt = claim_attempt(self.run, job.role, index=task.index)
-            self._record_start(task, attempt=attempt)
-        context = Context(
-            run=self.run,
-            job=job.name,
-            role=job.role,
-            index=task.index,
-            job_id=task.token,
-            max_attempts_without_progress=(
-                job.max_attempts_without_progress if job.restarts else 0
-            ),
-            on_preempt="requeue",
-            scratch_base=self.site.scratch,
-            walltime_minutes=job.resources.walltime_minutes,
-        )
-        asked = "TERM" if task.stop_reason else ""
-        decision = record_end(context, attempt=attempt, code=code, asked=asked, now=time.time())
-        return decision.next, decision.reason
-
-    def _record_start(self, task: Task, *, attempt: int) -> None:
-        entry = ledger.Start(
-            time=time.time(),
-            job=task.job.name,
-            role=task.job.role,
-            index=task.index,
-            attempt=attempt,
-            job_id=task.token,
-            host=os.uname().nodename,
-        )
-        path = self.run.attempt_start(task.job.role, index=task.index, attempt=attempt)
-        path.write_bytes(msgspec.json.encode(entry))
-        ledger.append(self.run.ledger, entry=entry)
-
-    def _record_cancel(self, task: Task, reason: str) -> None:
-        indexes = None if task.job.array_size is None else str(task.index)
-        entry = ledger.Cancel(time=time.time(), job=task.job.name, indexes=indexes, reason=reason)
-        ledger.append(self.run.ledger, entry=entry)
 
     def _end_peers(self, now: float) -> None:
         """Ends the jobs that work with one that is over, after time to end by themselves."""

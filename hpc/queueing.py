@@ -1,0 +1,151 @@
+"""Queues the indexes of a run's jobs with sbatch, each once. Decides nothing about which.
+
+An intent with a token is written to the ledger before every `sbatch`, and the token stands in the
+job's comment, so that a submission that was interrupted is found again instead of doubled.
+"""
+
+import secrets
+import time
+from collections.abc import Iterator, Mapping
+
+from hpc import ledger, slurm
+from hpc.errors import SubmitError
+from hpc.files import publish
+from hpc.ledger import format_indexes, parse_indexes
+from hpc.plan import Job, Plan
+from hpc.prepare import interpreter, load, templates
+from hpc.render import Chunk, chunk, comment, render_chunk
+from hpc.rundir import RunDirectory
+from hpc.site import Site
+
+
+def submit(
+    run: RunDirectory, plan: Plan, site: Site, *, wanted: Mapping[str, tuple[int, ...]]
+) -> dict[str, list[str]]:
+    """Queues the wanted indexes of each job; returns the new Slurm job ids by job.
+
+    Submissions that an earlier call began are taken over. Raises SubmitError with Slurm's words.
+    """
+    adopted = adopt(run)
+    ids: dict[str, list[str]] = {}
+    for job in plan.ordered():
+        covered = adopted.get(job.name, set())
+        missing = tuple(index for index in wanted.get(job.name, ()) if index not in covered)
+        dependencies = [job_id for name in job.after for job_id in ids.get(name, ())]
+        ids[job.name] = [
+            _submit_part(run, plan, site, job=job, part=part, indexes=part_indexes,
+                         dependencies=dependencies)
+            for part, part_indexes in _parts(job, site, missing)
+        ]  # fmt: skip
+    return ids
+
+
+def _parts(
+    job: Job, site: Site, indexes: tuple[int, ...]
+) -> Iterator[tuple[Chunk, tuple[int, ...]]]:
+    """The chunks that hold the indexes, each with those that it holds."""
+    if job.array_size is None:
+        if indexes:
+            yield Chunk(job=job.name, number=0, index_offset=0, size=None, limit=None), indexes
+        return
+    size = site.max_array_size
+    highest = max(*indexes, job.array_size - 1) if indexes else 0
+    for number in sorted({index // size for index in indexes}):
+        inside = tuple(index for index in indexes if index // size == number)
+        yield chunk(job, site, number=number, count=highest // size + 1), inside
+
+
+def _submit_part(
+    run: RunDirectory,
+    plan: Plan,
+    site: Site,
+    *,
+    job: Job,
+    part: Chunk,
+    indexes: tuple[int, ...],
+    dependencies: list[str],
+) -> str:
+    script = run.script(part.name)
+    if not script.exists():  # the array was scaled beyond its last chunk
+        text = render_chunk(
+            plan, site, job=job, part=part, templates=templates(), interpreter=interpreter()
+        )
+        publish(script, data=text.encode(), mode=0o755)
+    token = secrets.token_hex(8)
+    text_indexes = None if part.size is None else format_indexes(indexes)
+    options = [f"--comment={comment(plan, job)} token={token}"]
+    if part.size is not None:
+        limit = f"%{part.limit}" if part.limit is not None else ""
+        tasks = format_indexes([index - part.index_offset for index in indexes])
+        options.append(f"--array={tasks}{limit}")
+    if dependencies:
+        options.append(f"--dependency=after:{':'.join(dependencies)}")
+    intent = ledger.Intent(
+        time=time.time(), job=job.name, token=token, script=script.name, indexes=text_indexes
+    )
+    ledger.append(run.ledger, entry=intent)
+    try:
+        job_id = slurm.submit(script, options=options)
+    except SubmitError as err:
+        raise SubmitError(f"job {job.name!r} wasn't queued: {err}") from err
+    _record_submit(run, intent=intent, job_id=job_id, offset=part.index_offset)
+    return job_id
+
+
+def _record_submit(run: RunDirectory, *, intent: ledger.Intent, job_id: str, offset: int) -> None:
+    entry = ledger.Submit(
+        time=time.time(),
+        job=intent.job,
+        token=intent.token,
+        job_id=job_id,
+        indexes=intent.indexes,
+        index_offset=offset,
+    )
+    ledger.append(run.ledger, entry=entry)
+
+
+def adopt(run: RunDirectory) -> dict[str, set[int]]:
+    """Finds submissions that were begun but not recorded, by the token in the job's comment."""
+    entries = ledger.read(run.ledger).entries
+    known = {entry.token for entry in entries if isinstance(entry, ledger.Submit)}
+    open_intents = [
+        entry for entry in entries if isinstance(entry, ledger.Intent) and entry.token not in known
+    ]
+    if not open_intents:
+        return {}
+    by_token = {
+        row.comment.rpartition("token=")[2]: row.job_id.split("_")[0]
+        for row in slurm.queue()
+        if "token=" in row.comment
+    }
+    _, site = load(run)
+    adopted: dict[str, set[int]] = {}
+    for intent in open_intents:
+        job_id = by_token.get(intent.token)
+        if job_id is None:
+            continue
+        indexes = parse_indexes(intent.indexes)
+        offset = indexes[0] // site.max_array_size * site.max_array_size
+        _record_submit(run, intent=intent, job_id=job_id, offset=offset)
+        adopted.setdefault(intent.job, set()).update(indexes)
+    return adopted
+
+
+def submitted(run: RunDirectory) -> set[tuple[str, int]]:
+    """(job, index) that were queued before, or started by hand with sbatch."""
+    found: set[tuple[str, int]] = set()
+    for entry in ledger.read(run.ledger).entries:
+        if isinstance(entry, ledger.Submit):
+            found.update((entry.job, index) for index in parse_indexes(entry.indexes))
+        elif isinstance(entry, ledger.Start):
+            found.add((entry.job, entry.index))
+    return found
+
+
+def without(
+    wanted: Mapping[str, tuple[int, ...]], known: set[tuple[str, int]]
+) -> dict[str, tuple[int, ...]]:
+    return {
+        name: tuple(index for index in indexes if (name, index) not in known)
+        for name, indexes in wanted.items()
+    }
