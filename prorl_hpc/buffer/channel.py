@@ -34,6 +34,7 @@ Locate = Callable[[], str | None]
 """Where the buffer is now (`tcp://host:port`); None while it isn't up."""
 
 RESEND_SECONDS = 5.0
+BULK_RESEND_SECONDS = 30.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -189,6 +190,8 @@ class AsyncChannel:
 
     async def ask(self, body: AnyRequest, *, arrays: Sequence[bytes] = ()) -> AnyReply:
         """Sends `body` until it is answered. Raises BufferGone, Fenced, Refused."""
+        # Big messages are only sent again on a socket that has been silent for long.
+        patience = BULK_RESEND_SECONDS if arrays else RESEND_SECONDS
         self._requests += 1
         number = self._requests
         message = [*frames.encode(self._identity.envelope(number), body), *arrays]
@@ -198,7 +201,7 @@ class AsyncChannel:
         try:
             while time.monotonic() - max(started, self._heard) < self._patience_seconds:
                 await self._send(message)
-                resend = time.monotonic() + RESEND_SECONDS
+                resend = time.monotonic() + patience
                 while time.monotonic() < resend and self._socket is not None:
                     done, _ = await asyncio.wait({future}, timeout=1.0)
                     if done:

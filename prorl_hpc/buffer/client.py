@@ -8,8 +8,8 @@ reply = await client.lease(32)
 import asyncio
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, suppress
 from typing import TypeVar
 
 import msgspec
@@ -70,6 +70,30 @@ def locate_buffer(run: RunDirectory) -> Locate:
     return locate
 
 
+class Credit:
+    """Bounds the bytes in flight; one message is let through however big it is."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._limit = num_bytes
+        self._used = 0
+        self._freed = asyncio.Condition()
+
+    @asynccontextmanager
+    async def take(self, num_bytes: int) -> AsyncIterator[None]:
+        """Waits until there is room; gives it back at the end of the block."""
+        async with self._freed:
+            await self._freed.wait_for(
+                lambda: self._used == 0 or self._used + num_bytes <= self._limit
+            )
+            self._used += num_bytes
+        try:
+            yield
+        finally:
+            self._used -= num_bytes
+            async with self._freed:
+                self._freed.notify_all()
+
+
 class RolloutClient:
     """A rollout node's side. One event loop; calls may overlap (heartbeats during a push)."""
 
@@ -89,7 +113,7 @@ class RolloutClient:
             identity=Identity(run=run, worker=worker, attempt=attempt),
             patience_seconds=patience_seconds,
         )
-        self._credit = asyncio.Semaphore(max(CREDIT_BYTES // MAX_PUSH_BYTES, 1))
+        self._credit = Credit(CREDIT_BYTES)
         self._claims: dict[int, Claim] = {}
         self.busy: str = ""
         """Why the buffer takes no pushes just now (disk full, ...); empty when it does."""
@@ -157,7 +181,7 @@ class RolloutClient:
         await self._channel.close()
 
     async def _push(self, batch: list[Trajectory]) -> dict[tuple[int, int], PushResult]:
-        async with self._credit:
+        async with self._credit.take(sum(t.num_bytes for t in batch)):
             body, arrays = frames.encode_push(batch)
             while True:
                 try:

@@ -37,6 +37,11 @@ def encode(envelope: Envelope, body: AnyRequest | AnyReply) -> list[bytes]:
     return [_encoder.encode(envelope), _encoder.encode(body)]
 
 
+def encode_body(body: AnyRequest | AnyReply) -> bytes:
+    """The body's frame alone."""
+    return _encoder.encode(body)
+
+
 def decode_envelope(frame: Frame) -> Envelope:
     """Raises WireError for garbage or another format number."""
     envelope = _decode(_envelopes, frame)

@@ -6,11 +6,12 @@ trajectory; `groups`: one record per group; `side`: JSON per trajectory, with `s
 """
 
 import hashlib
-import io
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import h5py
 import msgspec
@@ -21,6 +22,9 @@ from hpc.errors import HpcError
 from prorl_hpc.records import Kind, Outcome, Trajectory
 
 FORMAT = 1
+
+ARRAYS = (("tokens", "<i4"), ("logprobs", "<f4"), ("loss_mask", "u1"), ("versions", "<i4"))
+"""Flat over all tokens of the shard."""
 
 TABLE = np.dtype(
     [
@@ -65,44 +69,56 @@ class Side(msgspec.Struct, frozen=True, kw_only=True):
 _side = msgspec.json.Decoder(Side)
 
 
-def shard_image(trajectories: Sequence[Trajectory]) -> bytes:
-    """The bytes of a shard file."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardImage:
+    """A shard file that isn't written yet, as consecutive pieces."""
+
+    parts: tuple[memoryview, ...]
+    num_bytes: int
+
+
+def shard_image(trajectories: Sequence[Trajectory]) -> ShardImage:
+    """The bytes of a shard file.
+
+    HDF5 lays the file out in memory, with the big arrays allocated and not written: those go from
+    our memory to the disk without passing through HDF5, which would copy them several times and
+    doesn't survive a full disk.
+    """
     lengths = [t.tokens.shape[0] for t in trajectories]
-    sides = [_side_bytes(t) for t in trajectories]
-    size = sum(t.num_bytes for t in trajectories) + sum(map(len, sides)) + (1 << 16)
-    memory = io.BytesIO()
-    with h5py.File(
-        "shard", "w", driver="core", backing_store=False, block_size=size, libver="v110"
-    ) as file:
-        file.attrs["format"] = FORMAT
-        file.attrs["num_trajectories"] = len(trajectories)
-        file["offsets"] = _offsets(lengths)
-        file["tokens"] = np.concatenate([t.tokens for t in trajectories])
-        file["logprobs"] = np.concatenate([t.logprobs for t in trajectories])
-        file["loss_mask"] = np.concatenate([t.loss_mask for t in trajectories])
-        file["versions"] = np.concatenate([t.versions for t in trajectories])
-        file["table"] = np.array([_record(t) for t in trajectories], dtype=TABLE)
-        file["groups"] = _group_table(trajectories)
-        file["side"] = np.frombuffer(b"".join(sides), dtype=np.uint8)
-        file["side_offsets"] = _offsets([len(s) for s in sides])
-        file.flush()
-        memory.write(file.id.get_file_image())
-    return memory.getvalue()
+    arrays = {
+        name: np.ascontiguousarray(np.concatenate([getattr(t, name) for t in trajectories]), dtype)
+        for name, dtype in ARRAYS
+    }
+    with os.fdopen(os.memfd_create("shard"), "w+b") as memory:
+        places = _write_skeleton(memory, trajectories, lengths, arrays)
+        memory.flush()
+        descriptor = memory.fileno()
+        end = max(
+            [os.fstat(descriptor).st_size, *(at + arrays[name].nbytes for at, name in places)]
+        )
+        parts, position = [], 0
+        for at, name in sorted(places):
+            parts += [_read(descriptor, position, at), arrays[name].view(np.uint8).data]
+            position = at + arrays[name].nbytes
+        parts.append(_read(descriptor, position, end))
+    return ShardImage(parts=tuple(part for part in parts if len(part)), num_bytes=end)
 
 
-def write_shard(path: Path, *, image: bytes) -> str:
+def write_shard(path: Path, *, image: ShardImage) -> str:
     """Makes `path` durable with these bytes and returns their sha256.
 
     Never replaces a file. Raises OSError with nothing left behind.
     """
     temporary = path.with_name(f".{path.name}.tmp")
+    digest = hashlib.sha256()
     try:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         try:
-            rest = memoryview(image)
-            while rest:
-                rest = rest[os.write(descriptor, rest) :]
-            digest = hashlib.sha256(image).hexdigest()
+            for part in image.parts:
+                digest.update(part)
+                rest = part
+                while rest:
+                    rest = rest[os.write(descriptor, rest) :]
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
@@ -112,7 +128,7 @@ def write_shard(path: Path, *, image: bytes) -> str:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    return digest
+    return digest.hexdigest()
 
 
 class OpenShard:
@@ -143,9 +159,7 @@ class OpenShard:
             raise self._damaged(f"row {row} of {len(self._table)} is asked for")
         part = slice(int(self._offsets[row]), int(self._offsets[row + 1]))
         try:
-            arrays = [
-                self._file[name][part] for name in ("tokens", "logprobs", "loss_mask", "versions")
-            ]
+            arrays = {name: self._file[name][part].astype(dtype) for name, dtype in ARRAYS}
         except (OSError, RuntimeError) as err:
             raise self._damaged(str(err)) from err
         return self._trajectory(row, arrays)
@@ -164,7 +178,7 @@ class OpenShard:
         self._side_offsets: NDArray[np.int64] = self._file["side_offsets"][:]
         self._sides: bytes = self._file["side"][:].tobytes()
 
-    def _trajectory(self, row: int, arrays: list[NDArray[np.generic]]) -> Trajectory:
+    def _trajectory(self, row: int, arrays: dict[str, Any]) -> Trajectory:
         record = self._table[row]
         part = slice(int(self._side_offsets[row]), int(self._side_offsets[row + 1]))
         side = _side.decode(self._sides[part])
@@ -175,10 +189,10 @@ class OpenShard:
             kind=Kind(record["kind"].decode()),
             task=side.task,
             instance_id=side.instance_id,
-            tokens=arrays[0].astype(np.int32, copy=False),
-            logprobs=arrays[1].astype(np.float32, copy=False),
-            loss_mask=arrays[2].astype(np.uint8, copy=False),
-            versions=arrays[3].astype(np.int32, copy=False),
+            tokens=arrays["tokens"],
+            logprobs=arrays["logprobs"],
+            loss_mask=arrays["loss_mask"],
+            versions=arrays["versions"],
             reward=None if math.isnan(reward) else reward,
             components=side.components,
             outcome=Outcome(record["outcome"].decode()),
@@ -194,6 +208,46 @@ class OpenShard:
         return ShardDamaged(
             f"shard {self.number} ({self._path}) is damaged: {reason}", shard=self.number
         )
+
+
+def _write_skeleton(
+    memory: BinaryIO,
+    trajectories: Sequence[Trajectory],
+    lengths: Sequence[int],
+    arrays: Mapping[str, NDArray[np.generic]],
+) -> list[tuple[int, str]]:
+    """Everything but the big arrays' values; returns (offset in the file, name) of those."""
+    sides = [_side_bytes(t) for t in trajectories]
+    places = []
+    with h5py.File(memory, "w", libver="v110") as file:
+        file.attrs["format"] = FORMAT
+        file.attrs["num_trajectories"] = len(trajectories)
+        file["offsets"] = _offsets(lengths)
+        file["table"] = np.array([_record(t) for t in trajectories], dtype=TABLE)
+        file["groups"] = _group_table(trajectories)
+        file["side"] = np.frombuffer(b"".join(sides), dtype=np.uint8)
+        file["side_offsets"] = _offsets([len(s) for s in sides])
+        layout = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        layout.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+        layout.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+        for name, values in arrays.items():
+            space = h5py.h5s.create_simple(values.shape)
+            kind = h5py.h5t.py_create(values.dtype)
+            offset = h5py.h5d.create(file.id, name.encode(), kind, space, layout).get_offset()
+            if offset is not None:
+                places.append((int(offset), name))
+    return places
+
+
+def _read(descriptor: int, start: int, stop: int) -> memoryview:
+    parts = []
+    while start < stop:
+        part = os.pread(descriptor, stop - start, start)
+        if not part:  # behind the end of what HDF5 has written
+            part = bytes(stop - start)
+        parts.append(part)
+        start += len(part)
+    return memoryview(b"".join(parts))
 
 
 def _side_bytes(t: Trajectory) -> bytes:

@@ -17,7 +17,7 @@ import msgspec
 from hpc.files import publish, sync_directory
 from prorl_hpc.buffer.groups import Location
 from prorl_hpc.buffer.manifest import Line, ManifestWriter, Owner, Shard, Superseded
-from prorl_hpc.buffer.shard import shard_image, write_shard
+from prorl_hpc.buffer.shard import ShardImage, shard_image, write_shard
 from prorl_hpc.records import Trajectory
 from prorl_hpc.run import Run
 
@@ -159,13 +159,13 @@ class Store:
         self, manifest: ManifestWriter, batch: list[Trajectory], lines: list[Line]
     ) -> None:
         """Returns when all is durable. Raises Superseded, or OSError when stopped meanwhile."""
-        image = shard_image(batch) if batch else b""
+        image = shard_image(batch) if batch else None
         number = self._next_shard
         while True:
             try:
                 self._check_owner()
                 written = list(lines)
-                if batch:
+                if image is not None:
                     written.append(self._seal(number, image, batch))
                 manifest.append(written)
                 self._check_owner()
@@ -173,12 +173,12 @@ class Store:
             except OSError as err:
                 self._pause(err)
         self.paused = ""
-        if batch:
-            self._next_shard += 1
-            self.num_shards += 1
         with self._changed:
             self.pending_bytes -= sum(t.num_bytes for t in batch)
-            self.stored_bytes += len(image)
+            if image is not None:
+                self._next_shard += 1
+                self.num_shards += 1
+                self.stored_bytes += image.num_bytes
             self._sealed.append(
                 Sealed(
                     trajectories=tuple((t, (number, row)) for row, t in enumerate(batch)),
@@ -187,7 +187,7 @@ class Store:
             )
         self._wake()
 
-    def _seal(self, number: int, image: bytes, batch: Sequence[Trajectory]) -> Shard:
+    def _seal(self, number: int, image: ShardImage, batch: Sequence[Trajectory]) -> Shard:
         path = self._run.shard(number)
         # A file of that number without a manifest line is the remains of a failed try of this one.
         path.unlink(missing_ok=True)
@@ -196,7 +196,7 @@ class Store:
         return Shard(
             number=number,
             sha256=digest,
-            num_bytes=len(image),
+            num_bytes=image.num_bytes,
             rows=tuple((t.group_id, t.rollout_index, t.outcome.usable) for t in batch),
         )
 
