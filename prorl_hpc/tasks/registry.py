@@ -12,6 +12,7 @@ Factory = Callable[[str, TaskConfig, int], Task]
 
 KINDS: dict[str, str] = {
     "logic": "prorl_hpc.tasks.logic:make_logic",
+    "math": "prorl_hpc.tasks.math:make_math",
 }
 """`module:function` of each kind."""
 
