@@ -117,8 +117,10 @@ class Session:
         assert done.returncode == 0
 
     def written(self, name: str) -> dict[str, str]:
-        lines = (self.run.root / "out" / name).read_text().splitlines()
-        return dict(line.split("=", 1) for line in lines)
+        """What the program saw; it writes that a moment after its attempt was recorded."""
+        path = self.run.root / "out" / name
+        self.wait(lambda: path.exists() and path.read_text().endswith("\n"), what=f"{name} runs")
+        return dict(line.split("=", 1) for line in path.read_text().splitlines())
 
     def said(self) -> str:
         """What everything wrote, for the message of a failed test."""
@@ -330,6 +332,27 @@ def test_lost_node(session: Session) -> None:
     session.finish()
     session.wait(lambda: session.ends("rollout", "finished") == 1, what="the task ends")
     session.wait(lambda: session.cluster.node_state(node) == "idle", what="the node is back")
+
+
+def test_node_that_was_cut_off_comes_back(session: Session) -> None:
+    """Two copies of a task live at once; their attempts never share a number or a record."""
+    session.launch(job(session, "rollout", "wait", array_size=1))
+    session.wait(lambda: session.starts("rollout") == 1, what="the task starts")
+    node = session.written("rollout-0.1.0")["SLURMD_NODENAME"]
+    session.cluster.cut(node)
+    try:
+        session.wait(lambda: session.starts("rollout") == 2, what="the task starts elsewhere")
+    finally:
+        session.cluster.heal(node)
+    session.wait(lambda: session.cluster.node_state(node) == "idle", what="the node is back")
+    (state,) = session.states()
+    assert (state["phase"], state["attempt"]) == ("running", 2)
+    session.finish()
+    session.wait(
+        lambda: [state["phase"] for state in session.states()] == ["finished"], what="it finishes"
+    )
+    attempts = [entry.attempt for entry in session.entries(ledger.Start)]
+    assert attempts == [1, 2]
 
 
 def test_fan_out_over_an_array(session: Session) -> None:
