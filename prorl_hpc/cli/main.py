@@ -30,6 +30,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "show": ("show", "read the trajectories of a group"),
     "eval": ("evaluate", "pass@k of a run, a checkpoint or a model"),
     "export": ("export", "copy a policy version as a Hugging Face directory"),
+    "buffer": ("buffer", "export trajectories as JSON lines or Parquet"),
     "images": ("images", "build, import, verify and list container images"),
     "sandbox": ("sandbox", "run a command in an environment as a rollout would"),
     "doctor": ("doctor", "what this site can do and what an admin must change"),

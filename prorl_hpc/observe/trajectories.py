@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from hpc.errors import UserError
+from hpc.errors import HpcError, UserError
 from prorl_hpc.records import Group, Trajectory
 from prorl_hpc.run import Run
 
@@ -18,33 +18,19 @@ class GroupMissing(UserError, KeyError):
 
 def read_group(run: Run, group_id: int) -> Group:
     """The group's usable trajectories; raises GroupMissing naming what there is."""
-    from prorl_hpc.buffer.manifest import Closed, valid_lines
-    from prorl_hpc.buffer.messages import GroupRef
+    from prorl_hpc.buffer.export import closed_groups
+    from prorl_hpc.buffer.groups import reference
     from prorl_hpc.buffer.reader import GroupReader
 
-    known: list[int] = []
-    found: Closed | None = None
-    for line in valid_lines(run.manifest):
-        if isinstance(line, Closed):
-            known.append(line.group)
-            if line.group == group_id:
-                found = line
-    if found is None:
-        there = f"closed: {min(known)} to {max(known)}" if known else "none is closed yet"
+    closed = {line.group: line for line in closed_groups(run)}
+    if group_id not in closed:
+        there = f"closed: {min(closed)} to {max(closed)}" if closed else "none is closed yet"
         raise GroupMissing(f"group {group_id} of run {run.name!r} isn't in its buffer ({there})")
-    members = tuple((shard, row) for _, shard, row, usable in sorted(found.rollouts) if usable)
     reader = GroupReader(run)
     try:
-        return reader.read(
-            GroupRef(
-                group_id=found.group,
-                kind=found.kind,
-                task=found.task,
-                instance_id=found.instance_id,
-                members=members,
-                num_rollouts=found.num_rollouts,
-            )
-        )
+        return reader.read(reference(closed[group_id]))
+    except HpcError as err:
+        raise err if isinstance(err, UserError) else UserError(str(err)) from err
     finally:
         reader.close()
 

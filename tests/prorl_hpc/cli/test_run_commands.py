@@ -147,6 +147,14 @@ def test_show_without_groups(run: Run, capsys: pytest.CaptureFixture[str]) -> No
     assert "none is closed yet" in capsys.readouterr().err
 
 
+def test_export_of_an_empty_buffer(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["buffer", "export", "quickstart", "all.jsonl"]) == 0
+    assert "0 trajectories" in capsys.readouterr().out
+    assert main(["buffer", "export", "quickstart", "all.txt"]) == 2
+    assert main(["buffer", "export", "quickstart", "none/all.jsonl"]) == 2
+    assert "can't be written" in capsys.readouterr().err
+
+
 def test_segments_part_what_was_given_from_what_was_sampled() -> None:
     one = trajectory(0.5)
     assert segments(one) == [(False, [5, 6]), (True, [7, 8])]
