@@ -1,0 +1,174 @@
+"""A little HTTP server that speaks the part of vLLM's interface that we use. A fake, and says so.
+
+It has no model: token i of a completion is a function of seed, place and policy version, made one
+at a time so that updates fall between tokens. It takes vLLM's own command line; trouble is asked
+for through the environment:
+
+    FAKE_VLLM_TROUBLE   never_well | dies | load_fails | unwell_file:PATH (503 while PATH exists)
+    FAKE_VLLM_TOKEN_SECONDS   pause before each token
+"""
+
+import argparse
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+TROUBLE = os.environ.get("FAKE_VLLM_TROUBLE", "")
+TOKEN_SECONDS = float(os.environ.get("FAKE_VLLM_TOKEN_SECONDS", "0"))
+VOCABULARY = 97
+
+
+class State:
+    """What the server holds."""
+
+    def __init__(self, model: str, name: str) -> None:
+        self.model = model
+        self.name = name
+        self.version = "default"
+        self.gate = threading.Condition()
+        self.paused = False
+        self.updating = False
+        self.num_tokens = 0
+        self.running = 0
+
+
+def token_of(*, seed: int, place: int, version: str) -> int:
+    """The fake's token: any function that tests can compute too."""
+    return (seed * 31 + place * 7 + int(version) * 13) % VOCABULARY
+
+
+class Handler(BaseHTTPRequestHandler):
+    state: State
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
+        pass
+
+    def address_string(self) -> str:
+        return "client"
+
+    def do_GET(self) -> None:
+        state = self.state
+        if self.path == "/health":
+            unwell = TROUBLE.startswith("unwell_file:") and Path(TROUBLE[12:]).exists()
+            self.answer(503 if TROUBLE == "never_well" or unwell else 200, {})
+        elif self.path == "/v1/models":
+            self.answer(200, {"data": [{"id": state.name}]})
+        elif self.path == "/fake":
+            self.answer(200, {"num_tokens": state.num_tokens, "running": state.running})
+        else:
+            self.answer(404, {"error": "no such route"})
+
+    def do_POST(self) -> None:
+        length = int(self.headers.get("Content-Length") or 0)
+        body = json.loads(self.rfile.read(length) or b"null")
+        state, route = self.state, self.path.partition("?")[0]
+        with state.gate:
+            if route == "/update_weight_version":
+                state.version = body["new_version"]
+            elif route in ("/pause", "/resume"):
+                state.paused = route == "/pause"
+                state.gate.notify_all()
+            elif route == "/start_weight_update":
+                if not state.paused:  # the real one dies of this
+                    os._exit(1)
+                state.updating = True
+            elif route == "/update_weights":
+                if TROUBLE == "load_fails" or not Path(body["update_info"]["path"]).is_dir():
+                    self.answer(500, {"error": "can't read the weights"})
+                    return
+            elif route == "/finish_weight_update":
+                assert state.updating
+                state.updating, state.version = False, body["weight_version"]
+        if route == "/inference/v1/generate":
+            self.generate(body)
+        else:
+            self.answer(200, {"message": "done"})
+
+    def generate(self, body: dict[str, Any]) -> None:
+        state, asked = self.state, body["sampling_params"]
+        if any(token >= VOCABULARY for token in body["token_ids"]):
+            self.answer(400, {"error": {"message": "a token id is out of vocabulary"}})
+            return
+        ids: list[int] = []
+        spans: list[dict[str, Any]] = []
+        reason = "length"
+        with state.gate:
+            state.running += 1
+        try:
+            while len(ids) < asked["max_tokens"] and reason == "length":
+                time.sleep(TOKEN_SECONDS)
+                with state.gate:
+                    while state.paused:
+                        state.gate.wait()
+                    version = state.version
+                    state.num_tokens += 1
+                ids.append(token_of(seed=asked["seed"] or 0, place=len(ids), version=version))
+                if not spans or spans[-1]["version"] != version:
+                    spans.append({"version": version, "start": len(ids) - 1, "end": len(ids) - 1})
+                spans[-1]["end"] = len(ids)
+                if ids[-1] in asked["stop_token_ids"]:
+                    reason = "stop"
+        finally:
+            with state.gate:
+                state.running -= 1
+        content = [{"token_id": token, "logprob": -0.5} for token in ids]
+        choice = {
+            "index": 0,
+            "finish_reason": reason,
+            "token_ids": ids,
+            "weight_versions": spans,
+            "logprobs": {"content": content},
+        }
+        self.answer(200, {"choices": [choice]})
+
+    def answer(self, status: int, body: Any) -> None:
+        data = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.send_header("Content-Type", "application/json")
+        self.end_headers()
+        self.wfile.write(data)
+
+
+class UnixServer(ThreadingHTTPServer):
+    address_family = socket.AF_UNIX
+
+    def server_bind(self) -> None:
+        self.socket.bind(self.server_address)
+
+
+class PortServer(ThreadingHTTPServer):
+    def server_bind(self) -> None:
+        # Without the name look-up of the standard one.
+        self.socket.bind(self.server_address)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    for flag in ("-m", "--model", "--served-model-name", "--uds", "--host"):
+        parser.add_argument(flag, dest=flag.strip("-").replace("-", "_"))
+    parser.add_argument("--port", type=int, default=0)
+    args, _ = parser.parse_known_args()
+    print(f"fake vLLM starts with {args.model}", flush=True)
+    if TROUBLE == "dies":
+        print("ValueError: no such model architecture", file=sys.stderr, flush=True)
+        sys.exit(3)
+    handler = type("Bound", (Handler,), {"state": State(args.model, args.served_model_name)})
+    server: ThreadingHTTPServer
+    if args.uds:
+        server = UnixServer(args.uds, handler)  # type: ignore[arg-type]
+    else:
+        server = PortServer((args.host, args.port), handler)
+    server.daemon_threads = True
+    server.serve_forever()
+
+
+if __name__ == "__main__":
+    main()
