@@ -90,7 +90,7 @@ def _lay_out(launch: Launch, *, overlay: bool) -> None:
         if launch.image is not None and not launch.image.is_dir():
             raise SandboxStartError(
                 f"image {launch.image} is a file; bubblewrap needs an unpacked directory "
-                "(prorl-hpc images unpack)"
+                f"(apptainer build --sandbox DIRECTORY {launch.image})"
             )
         if overlay and launch.image is not None:
             for name in ("upper", "work"):
