@@ -384,6 +384,27 @@ print(json.dumps([repr(result) for result in fan_out(
     assert third == "Done(value=3.0)"
 
 
+def test_accounting_answers_are_understood(cluster_with_accounting: Any) -> None:
+    from tests.cluster.conftest import poll
+
+    cluster = cluster_with_accounting
+    home = cluster.user.new_directory("accounting")
+    array = cluster.sbatch("exit 3", "--array=0-1", "--mem=100", "--job-name=a|b", cwd=home)
+    text = (
+        "import sys; from hpc import slurm;"
+        "print(sorted((r.job_id, r.name, r.state) for r in slurm.accounting([sys.argv[1]])))"
+    )
+
+    def answer() -> str:
+        done = cluster.run([sys.executable, "-c", text, array])
+        assert done.returncode == 0, done.stderr
+        return str(done.stdout)
+
+    poll(lambda: answer().count("FAILED") == 2, what="sacct knows both tasks")
+    expected = [(f"{array}_{task}", "a|b", "FAILED") for task in (0, 1)]
+    assert answer().strip() == str(expected)
+
+
 def test_partition_that_does_not_exist(session: Session) -> None:
     with pytest.raises(AssertionError, match="partition 'nowhere' doesn't exist"):
         session.launch(job(session, "rollout", "once"), rollout=Placement(partition="nowhere"))
