@@ -222,9 +222,9 @@ class AsyncChannel:
             return
         assert self._socket is not None
         try:
-            await asyncio.wait_for(
-                self._socket.send_multipart(message, copy=False), timeout=RESEND_SECONDS
-            )
+            # Not wait_for: until Python 3.12 it may swallow a cancellation.
+            async with asyncio.timeout(RESEND_SECONDS):
+                await self._socket.send_multipart(message, copy=False)
         except (TimeoutError, zmq.ZMQError):
             await self._drop()
 
@@ -267,8 +267,7 @@ class AsyncChannel:
         reader, self._reader = self._reader, None
         if reader is not None:
             reader.cancel()
-            with suppress(asyncio.CancelledError, zmq.ZMQError):
-                await reader
+            await asyncio.wait({reader})  # raises nothing of the reader's
         if self._socket is not None:
             self._socket.close(linger=0)
             self._socket = None

@@ -20,7 +20,7 @@ class Peer:
     announced: bool = False
     """Whether this session of the learner has said where it stands."""
     told_end: bool = False
-    """Whether it has been answered since the run finished."""
+    """Whether it has been answered since this attempt began to end."""
     retired: set[int] = field(default_factory=set)
     """Sessions of this worker that are fenced."""
     replies: "OrderedDict[int, AnyReply]" = field(default_factory=OrderedDict)

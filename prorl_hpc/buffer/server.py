@@ -65,6 +65,8 @@ class ServerConfig:
     stall_seconds: float = 7200.0
     stop_seconds: float = 30.0
     """A clean stop takes at most so long."""
+    goodbye_seconds: float = 5.0
+    """How much of it may be spent on telling everybody."""
     farewell_seconds: float = FAREWELL_SECONDS
     report_seconds: float = 5.0
 
@@ -283,11 +285,14 @@ class BufferServer:
 
     def _may_leave(self, seconds: float) -> bool:
         """Whether all is written and told, or it has taken too long."""
-        if self.service.phase == "draining":
-            return self.service.settled or seconds > self._server.stop_seconds
-        alive = self._now() - self.service.dispatcher.config.lease_seconds
-        told = all(p.told_end or p.heard < alive for p in self.service.peers.of("rollout"))
-        return (told and self.service.settled) or seconds > self._server.farewell_seconds
+        service, server = self.service, self._server
+        roles = ("rollout",) if service.phase == "finished" else ("rollout", "learner")
+        alive = self._now() - service.dispatcher.config.lease_seconds
+        told = all(p.told_end or p.heard < alive for r in roles for p in service.peers.of(r))
+        if service.phase == "finished":
+            return (told and service.settled) or seconds > server.farewell_seconds
+        told = told or seconds > server.goodbye_seconds
+        return (told and service.settled) or seconds > server.stop_seconds
 
     def _wake(self) -> None:
         with suppress(OSError):  # the loop is gone: nobody is to be woken

@@ -206,7 +206,7 @@ class Service:
         self, address: Address, peer: Peer, body: AnyRequest, arrays: Sequence[frames.Frame]
     ) -> None:
         now = self._now()
-        peer.told_end = self.phase == "finished"
+        peer.told_end = self.phase != "running"
         if isinstance(body, LeaseRequest):
             running = self.phase == "running" and not self.store.paused
             leases = (
@@ -284,6 +284,7 @@ class Service:
     # --- learner
 
     def _learner(self, address: Address, peer: Peer, body: AnyRequest) -> None:
+        peer.told_end = self.phase != "running"
         if isinstance(body, Announce):
             self.dispatcher.announce(
                 version=body.version,
@@ -314,6 +315,8 @@ class Service:
             d.quarantine(body.shard, reason=body.reason, group_id=body.group_id)
         elif isinstance(body, Finish):
             self.phase, self.end_reason = "finished", body.reason
+            for peer in self.peers.of("rollout"):
+                peer.told_end = False
             self.store.record([Finished(reason=body.reason)])
 
     def _poll(self, address: Address, peer: Peer, body: Take | ValidationQuery) -> None:
@@ -330,6 +333,7 @@ class Service:
 
     def _answer_poll(self, poll: _Poll, *, now: float) -> bool:
         """Answers if it is time to; True when the poll is over."""
+        poll.peer.told_end = poll.peer.told_end or self.phase != "running"
         due = now >= poll.deadline or self.phase != "running"
         if not any(p is poll.peer for p in self.peers.of("learner")):
             self._send(poll.address, self._fenced(poll.address.envelope))

@@ -118,7 +118,8 @@ class Running:
         self.server = BufferServer(
             run,
             config=config or make_config(),
-            server=server or ServerConfig(seal_seconds=0.02, farewell_seconds=0.5),
+            server=server
+            or ServerConfig(seal_seconds=0.02, farewell_seconds=0.5, goodbye_seconds=0.1),
             keys=load_server_keys(run),
             attempt=attempt,
         )

@@ -162,7 +162,7 @@ def test_roles_and_runs_are_kept_apart(tmp_path: Path) -> None:
 
 
 def test_an_oversized_message_is_refused(tmp_path: Path) -> None:
-    server = ServerConfig(seal_seconds=0.02, max_message_bytes=1 << 16, farewell_seconds=0.5)
+    server = ServerConfig(seal_seconds=0.02, max_message_bytes=1 << 16, goodbye_seconds=0.1)
     with serving(make_run(tmp_path / "run"), server=server) as buffer:
         learner = buffer.learner()
 

@@ -228,7 +228,9 @@ def test_infrastructure_failures_are_retried_then_masked(tmp_path: Path) -> None
 
 def test_the_watchdog_names_who_is_missing(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
-    with serving(run, server=ServerConfig(seal_seconds=0.02, peer_seconds=0.3)) as buffer:
+    with serving(
+        run, server=ServerConfig(seal_seconds=0.02, peer_seconds=0.3, goodbye_seconds=0.1)
+    ) as buffer:
         buffer.join()
         assert isinstance(buffer.ended, Ended)
         assert buffer.ended.culprit
@@ -237,16 +239,20 @@ def test_the_watchdog_names_who_is_missing(tmp_path: Path) -> None:
 
 def test_clean_stop_tells_nodes_and_learner(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
-    with serving(run, server=ServerConfig(seal_seconds=0.02, stop_seconds=60)) as buffer:
+    with serving(
+        run, server=ServerConfig(seal_seconds=0.02, stop_seconds=60, goodbye_seconds=60)
+    ) as buffer:
         learner = buffer.learner()
 
         async def node() -> None:
             client = await buffer.rollout()
             assert (await client.lease(0)).phase == "running"
+            buffer.server.stop("the walltime is near")
+            while (await client.lease(0)).phase == "running":
+                await asyncio.sleep(0.01)
             await client.close()
 
         asyncio.run(node())
-        buffer.server.stop("the walltime is near")
         assert learner.take(1, timeout_seconds=60) == []
         assert learner.phase == "draining"
         learner.close()
