@@ -13,6 +13,9 @@ Factory = Callable[[str, TaskConfig, int], Task]
 KINDS: dict[str, str] = {
     "logic": "prorl_hpc.tasks.logic:make_logic",
     "math": "prorl_hpc.tasks.math:make_math",
+    "stem": "prorl_hpc.tasks.stem:make_stem",
+    "instructions": "prorl_hpc.tasks.instructions:make_instructions",
+    "structured": "prorl_hpc.tasks.structured:make_structured",
 }
 """`module:function` of each kind."""
 
