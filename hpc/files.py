@@ -38,7 +38,7 @@ def publish_with(path: Path, *, write: Callable[[Path], None]) -> None:
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
     try:
         write(temporary)
-        os.rename(temporary, path)
+        temporary.rename(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise

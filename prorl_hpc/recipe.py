@@ -47,7 +47,7 @@ class Surrogate(StrEnum):
 class Aggregation(StrEnum):
     """How token losses become one number (prorl_hpc.learner.aggregate)."""
 
-    token_mean = "token_mean"
+    token_mean = "token_mean"  # noqa: S105
     sequence_mean = "sequence_mean"
     constant = "constant"
 
@@ -379,7 +379,8 @@ def load_recipe(path: Path) -> Recipe:
 
 def dump_recipe(recipe: Recipe) -> str:
     """The recipe as YAML text that `load_recipe` reads back equal."""
-    return yaml.safe_dump(msgspec.to_builtins(recipe), sort_keys=False)
+    text: str = yaml.safe_dump(msgspec.to_builtins(recipe), sort_keys=False)
+    return text
 
 
 def check(recipe: Recipe) -> Recipe:
@@ -394,6 +395,7 @@ def check(recipe: Recipe) -> Recipe:
             raise RecipeError(f"tasks.{name}.weight={task.weight} is negative")
     if sum(task.weight for task in recipe.tasks.values()) <= 0:
         raise RecipeError("the weights of all tasks are 0; give one a positive weight")
+    _check_groups(recipe)
     _check_algorithm(recipe)
     return recipe
 
@@ -432,7 +434,7 @@ def _positive(recipe: Recipe) -> list[tuple[str, float]]:
     return values
 
 
-def _check_algorithm(recipe: Recipe) -> None:
+def _check_groups(recipe: Recipe) -> None:
     algorithm = recipe.algorithm
     counts = {"algorithm.num_rollouts": algorithm.num_rollouts}
     counts |= {
@@ -447,6 +449,10 @@ def _check_algorithm(recipe: Recipe) -> None:
             raise RecipeError(
                 f"buffer.min_usable={recipe.buffer.min_usable} exceeds {key}={count}; lower it"
             )
+
+
+def _check_algorithm(recipe: Recipe) -> None:
+    algorithm = recipe.algorithm
     if algorithm.batch_groups % algorithm.updates_per_step:
         raise RecipeError(
             f"algorithm.batch_groups={algorithm.batch_groups} isn't divisible by "

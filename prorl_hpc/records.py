@@ -156,7 +156,8 @@ class Trajectory:
         ):
             if array.ndim != 1 or array.shape[0] != length or array.dtype != dtype:
                 raise RecordError(
-                    f"{label} of {name} is {array.dtype}{array.shape}; want {np.dtype(dtype)}[{length}]"
+                    f"{label} of {name} is {array.dtype}{array.shape}; "
+                    f"want {np.dtype(dtype)}[{length}]"
                 )
         if length and (self.loss_mask.max() > 1 or self.tokens.min() < 0):
             raise RecordError(f"{name} has a mask value above 1 or a negative token id")
