@@ -1,0 +1,253 @@
+"""The pool over servers that come and go; servers are in-process fakes with the same face."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from prorl_hpc.inference.engine import Completion, EngineError, Sampling
+from prorl_hpc.inference.http import RequestRefused, ServerGone
+from prorl_hpc.inference.http_pool import HttpPool
+from prorl_hpc.inference.server import LoadFailed, Server
+from prorl_hpc.policy import publish_directory
+
+SAMPLING = Sampling(temperature=1.0, max_new_tokens=4)
+BOUND_SECONDS = 60.0
+
+
+class FakeServer:
+    """Answers with its version; dies, hangs or refuses when told to."""
+
+    def __init__(self, address: str, *, version: int = 0) -> None:
+        self.address = address
+        self.version = version
+        self.alive = True
+        self.hold = asyncio.Event()
+        self.hold.set()
+        self.num_requests = 0
+        self.load_error: Exception | None = None
+        self.refuses = False
+        self.closed = False
+
+    async def generate(self, prompt_ids: tuple[int, ...], *, sampling: Sampling) -> Completion:
+        self.num_requests += 1
+        if self.refuses:
+            raise RequestRefused("too long")
+        await self.hold.wait()
+        if not self.alive:
+            raise ServerGone(f"{self.address} is dead")
+        n = sampling.max_new_tokens
+        return Completion(
+            token_ids=(7,) * n,
+            logprobs=(-1.0,) * n,
+            versions=(self.version,) * n,
+            finish_reason="length",
+        )
+
+    async def load(self, version: int, *, path: Path) -> None:
+        if self.load_error is not None:
+            raise self.load_error
+        self.version = version
+
+    async def check(self) -> None:
+        if not self.alive:
+            raise ServerGone(f"{self.address} is dead")
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+def version_at(path: Path, version: int) -> Path:
+    """A published version with the smallest file that is whole: an empty header."""
+
+    def write(directory: Path) -> None:
+        (directory / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+
+    publish_directory(path, version=version, step=version, write=write)
+    return path
+
+
+def run(test: object) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(BOUND_SECONDS):
+            await test  # type: ignore[misc]
+
+    asyncio.run(bounded())
+
+
+async def opened(*servers: FakeServer, **more: object) -> HttpPool:
+    pool = HttpPool(servers, version=0, **more)  # type: ignore[arg-type]
+    await pool.start()
+    return pool
+
+
+async def until(condition: object) -> None:
+    while not condition():  # type: ignore[operator]
+        await asyncio.sleep(0.005)
+
+
+def test_a_dead_server_loses_no_request_and_is_reported() -> None:
+    async def check() -> None:
+        a, b = FakeServer("a"), FakeServer("b")
+        lost: list[Server] = []
+        pool = await opened(a, b, lost=lost.append)
+        for server in (a, b):
+            server.hold.clear()
+        requests = [asyncio.create_task(pool.generate((1,), sampling=SAMPLING)) for _ in range(8)]
+        await until(lambda: a.num_requests + b.num_requests == 8)
+        num_on_a = a.num_requests
+        a.alive = False
+        a.hold.set()
+        b.hold.set()
+        answers = await asyncio.gather(*requests)
+        assert [answer.token_ids for answer in answers] == [(7,) * 4] * 8
+        assert pool.num_retries == num_on_a == 4
+        assert lost == [a]
+        assert pool.servers == ("b",)
+        assert pool.num_lost == 1
+        await pool.close()
+        assert a.closed
+        assert b.closed
+
+    run(check())
+
+
+def test_requests_of_a_server_that_hangs_are_moved_once_it_is_given_up() -> None:
+    async def check() -> None:
+        a, b = FakeServer("a"), FakeServer("b")
+        pool = await opened(a, health_every_seconds=0.01)
+        a.hold.clear()
+        request = asyncio.create_task(pool.generate((1,), sampling=SAMPLING))
+        await until(lambda: a.num_requests == 1)
+        a.alive = False  # its health goes, its request hangs for ever
+        await until(lambda: pool.num_lost == 1)
+        await pool.join(b)
+        assert len((await request).token_ids) == 4
+        await pool.close()
+
+    run(check())
+
+
+def test_an_unwell_server_is_drained_and_comes_back() -> None:
+    async def check() -> None:
+        a, b = FakeServer("a"), FakeServer("b")
+        pool = HttpPool((a, b), version=0)
+        await pool.start()
+        a.alive = False
+        await pool._look_at(a)
+        assert pool.servers == ("b",)
+        a.alive = True
+        await pool._look_at(a)
+        assert sorted(pool.servers) == ["a", "b"]
+        assert pool.num_lost == 0
+        await pool.close()
+
+    run(check())
+
+
+def test_a_refused_request_is_not_tried_elsewhere() -> None:
+    async def check() -> None:
+        a, b = FakeServer("a"), FakeServer("b")
+        a.refuses = b.refuses = True
+        pool = await opened(a, b)
+        with pytest.raises(RequestRefused, match="too long"):
+            await pool.generate((1,), sampling=SAMPLING)
+        assert a.num_requests + b.num_requests == 1
+        await pool.close()
+
+    run(check())
+
+
+def test_without_any_server_a_request_waits_and_then_says_so() -> None:
+    async def check() -> None:
+        pool = await opened(patience_seconds=0.05)
+        with pytest.raises(EngineError, match=r"no inference server was well within 0\.05 s"):
+            await pool.generate((1,), sampling=SAMPLING)
+        waiting = HttpPool(version=0)
+        await waiting.start()
+        request = asyncio.create_task(waiting.generate((1,), sampling=SAMPLING))
+        await asyncio.sleep(0)
+        await waiting.join(FakeServer("late"))
+        assert len((await request).token_ids) == 4
+        await waiting.close()
+        await pool.close()
+
+    run(check())
+
+
+def test_a_new_version_reaches_every_server_and_late_ones(tmp_path: Path) -> None:
+    async def check() -> None:
+        a, b, late = FakeServer("a"), FakeServer("b"), FakeServer("late")
+        pool = await opened(a, b)
+        await pool.load(3, path=version_at(tmp_path / "v3", 3))
+        await pool.join(late)
+        assert (pool.version, a.version, b.version, late.version) == (3, 3, 3, 3)
+        await pool.close()
+
+    run(check())
+
+
+def test_a_server_that_fails_to_load_is_replaced_not_left_behind(tmp_path: Path) -> None:
+    async def check() -> None:
+        a, b = FakeServer("a"), FakeServer("b")
+        lost: list[Server] = []
+        pool = await opened(a, b, lost=lost.append)
+        a.load_error = LoadFailed("out of memory")
+        await pool.load(1, path=version_at(tmp_path / "v1", 1))
+        assert lost == [a]
+        assert pool.servers == ("b",)
+        assert pool.version == 1
+        b.load_error = LoadFailed("out of memory")
+        with pytest.raises(EngineError, match="no server could load version 2"):
+            await pool.load(2, path=version_at(tmp_path / "v2", 2))
+        await pool.close()
+
+    run(check())
+
+
+def test_a_damaged_version_is_refused_before_any_server_hears_of_it(tmp_path: Path) -> None:
+    async def check() -> None:
+        a = FakeServer("a")
+        pool = await opened(a)
+        path = version_at(tmp_path / "v1", 1)
+        with pytest.raises(EngineError, match="holds version 1, not 2"):
+            await pool.load(2, path=path)
+        (path / "model.safetensors").write_bytes(b"damaged")
+        with pytest.raises(EngineError, match="damaged"):
+            await pool.load(1, path=path)
+        assert (a.version, pool.version, pool.servers) == (0, 0, ("a",))
+        await pool.close()
+
+    run(check())
+
+
+def test_a_truncated_file_with_a_right_hash_is_refused(tmp_path: Path) -> None:
+    async def check() -> None:
+        pool = await opened(FakeServer("a"))
+
+        def write(directory: Path) -> None:
+            (directory / "model.safetensors").write_bytes((500).to_bytes(8, "little") + b"{}")
+
+        publish_directory(tmp_path / "v1", version=1, step=1, write=write)
+        with pytest.raises(EngineError, match="isn't a whole safetensors file"):
+            await pool.load(1, path=tmp_path / "v1")
+        await pool.close()
+
+    run(check())
+
+
+def test_cancelling_reaches_the_server_and_frees_its_place() -> None:
+    async def check() -> None:
+        a = FakeServer("a")
+        pool = await opened(a)
+        a.hold.clear()
+        request = asyncio.create_task(pool.generate((1,), sampling=SAMPLING))
+        await until(lambda: a.num_requests == 1)
+        request.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await request
+        assert pool._balancer.in_flight("a") == 0
+        assert not pool._running["a"]
+        await pool.close()
+
+    run(check())
