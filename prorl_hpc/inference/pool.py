@@ -12,6 +12,7 @@ Factory = Callable[..., Engine]
 
 FACTORIES: dict[EngineKind, str] = {
     EngineKind.transformers: "prorl_hpc.inference.pool:make_transformers",
+    EngineKind.vllm: "prorl_hpc.inference.vllm_engine:make_vllm",
 }
 """`module:function` of each kind that this version can serve."""
 

@@ -1,0 +1,73 @@
+"""Requests to one inference server, with errors sorted into `gone` and `refused`. Knows no engine.
+
+An address is `http://host:port`, or `unix:/path` for a server of this machine behind a private
+socket. httpx is imported lazily.
+"""
+
+from typing import Any
+
+from prorl_hpc.inference.engine import EngineError
+
+CONNECT_SECONDS = 10.0
+MAX_CONNECTIONS = 4096
+
+
+class ServerGone(EngineError, ConnectionError):
+    """The server didn't answer, or failed by itself: another one may serve the request."""
+
+
+class RequestRefused(EngineError, ValueError):
+    """The server understood and declined: no other one would take the request either."""
+
+
+class Channel:
+    """Connections to one server. Cancelling a request closes its connection, which aborts it."""
+
+    def __init__(self, address: str, *, headers: dict[str, str] | None = None) -> None:
+        import httpx
+
+        self.address = address
+        limits = httpx.Limits(max_connections=MAX_CONNECTIONS, max_keepalive_connections=64)
+        if address.startswith("unix:"):
+            transport = httpx.AsyncHTTPTransport(uds=address.removeprefix("unix:"), limits=limits)
+            base = "http://server"
+        else:
+            transport = httpx.AsyncHTTPTransport(limits=limits)
+            base = address.rstrip("/")
+        self._client = httpx.AsyncClient(
+            transport=transport, base_url=base, headers=headers, trust_env=False
+        )
+
+    async def post(self, path: str, body: Any = None, *, timeout_seconds: float) -> bytes:
+        """Sends JSON and returns the answer's bytes. Raises ServerGone or RequestRefused."""
+        return await self._ask("POST", path, body, timeout_seconds=timeout_seconds)
+
+    async def get(self, path: str, *, timeout_seconds: float) -> bytes:
+        """Raises ServerGone or RequestRefused."""
+        return await self._ask("GET", path, None, timeout_seconds=timeout_seconds)
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    async def _ask(self, method: str, path: str, body: Any, *, timeout_seconds: float) -> bytes:
+        import httpx
+
+        timeout = httpx.Timeout(timeout_seconds, connect=min(CONNECT_SECONDS, timeout_seconds))
+        try:
+            response = await self._client.request(method, path, json=body, timeout=timeout)
+        except httpx.TimeoutException as err:
+            raise ServerGone(
+                f"{self.address}{path} didn't answer within {timeout_seconds:g} s"
+            ) from err
+        except (httpx.HTTPError, httpx.InvalidURL, RuntimeError, OSError) as err:
+            raise ServerGone(f"{self.address}{path}: {type(err).__name__}: {err}") from err
+        if response.status_code >= 500 or response.status_code in (408, 429):
+            raise ServerGone(f"{self.address}{path} answered {_said(response)}")
+        if response.status_code >= 300:
+            raise RequestRefused(f"{self.address}{path} answered {_said(response)}")
+        return response.content
+
+
+def _said(response: Any) -> str:
+    """Status and the first words of the body."""
+    return f"{response.status_code}: {' '.join(response.text.split())[:300]}"
