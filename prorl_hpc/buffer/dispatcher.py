@@ -21,9 +21,8 @@ from prorl_hpc.buffer.mixture import Mixture, group_seed
 from prorl_hpc.buffer.validation import IDS_PER_VERSION, ValidationSet
 from prorl_hpc.records import Kind, Lease, Trajectory
 
-GRACE = 0.5
-"""A lease younger than this share of its term isn't missed in a heartbeat (its reply travels)."""
-
+GRACE_SECONDS = 5.0
+"""A younger lease isn't missed in a heartbeat: its reply may still be on its way."""
 CLAIM_SECONDS = 5.0
 
 
@@ -100,7 +99,7 @@ class Dispatcher:
                 lost.append(claim.lease_id)
         claimed = {claim.lease_id for claim in claims}
         for held in self.leases.of(worker):
-            young = now - held.issued < GRACE * self.config.lease_seconds
+            young = now - held.issued < min(GRACE_SECONDS, self.config.lease_seconds / 2)
             if held.lease_id not in claimed and not young:
                 self._end_lease(held.lease_id, now=now)
         return lost

@@ -316,3 +316,14 @@ def test_every_group_reaches_the_learner_once_whatever_happens(  # noqa: C901
     assert len(consumed) >= 40
     closed = [x.group for x in disk.lines if isinstance(x, Closed | Dropped)]
     assert len(closed) == len(set(closed))
+
+
+def test_a_node_gives_leases_back_by_not_claiming_them() -> None:
+    d, _ = make(batch_groups=1, max_staleness=0)
+    announce(d)
+    d.lease("w0", capacity=4, now=0.0)
+    assert d.heartbeat("w0", (), now=1.0) == []  # too young: its reply may be on its way
+    d.heartbeat("w1", (), now=1.0)
+    assert d.lease("w1", capacity=4, now=1.0) == []
+    d.heartbeat("w0", (), now=6.0)
+    assert [x.rollouts for x in d.lease("w1", capacity=4, now=6.0)] == [(0, 1, 2, 3)]
