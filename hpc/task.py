@@ -60,13 +60,17 @@ class Task:
 def outcome(run: RunDirectory, site: Site, task: Task, *, code: int) -> tuple[Next, str]:
     """What the script decided; or, where it couldn't, what its end means."""
     role, index = task.job.role, task.index
-    numbers = (
-        int(path.name[8:])
-        for path in run.job_logs(role, index=index).glob("attempt-*")
-        if path.name[8:].isdigit()
+    numbers = sorted(
+        (
+            int(path.name[8:])
+            for path in run.job_logs(role, index=index).glob("attempt-*")
+            if path.name[8:].isdigit()
+        ),
+        reverse=True,
     )
-    latest = max(numbers, default=0)
-    if latest and _started_by(run, task, attempt=latest):
+    # not simply the newest: another copy of the task may have claimed one meanwhile
+    latest = next((n for n in numbers if _started_by(run, task, attempt=n)), 0)
+    if latest:
         try:
             data = run.attempt_exit(role, index=index, attempt=latest).read_bytes()
             decided = msgspec.json.decode(data, type=ledger.Exit)

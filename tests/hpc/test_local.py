@@ -15,6 +15,7 @@ from hpc.errors import PlanError, RunNotFound, SubmitError
 from hpc.plan import Job
 from hpc.rundir import RunDirectory
 from hpc.site import Site
+from hpc.start import claim_attempt
 from tests.hpc.plans import HOSTILE, job, local_site, plan, resources
 
 pytestmark = pytest.mark.process
@@ -144,6 +145,17 @@ def test_killed_script_leaves_no_command_behind(run: RunDirectory) -> None:
     wait(lambda: starts(run, "rollout") == 2, what="it is started again")
     assert dead(first)
     assert [end.code for end in exits(run, "rollout")] == [137]
+
+
+def test_end_belongs_to_the_attempt_that_ended(run: RunDirectory) -> None:
+    launch(run, work("learner", "wait"))
+    pid_of(run, "learner-0")
+    foreign = claim_attempt(run, "learner", index=0)  # another copy of the task comes up
+    assert foreign == 2
+    (run.root / "done").touch()
+    assert local.wait_gone(run, seconds=90)
+    assert starts(run, "learner") == 1
+    assert phases(run) == ["finished"]
 
 
 def test_application_error_is_final(run: RunDirectory) -> None:
