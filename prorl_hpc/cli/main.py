@@ -35,6 +35,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "export": ("export", "copy a policy version as a Hugging Face directory"),
     "buffer": ("buffer", "export trajectories as JSON lines or Parquet"),
     "images": ("images", "build, import, verify and list container images"),
+    "instances": ("instances", "build, check and list the bugs of recipe=swe"),
     "sandbox": ("sandbox", "run a command in an environment as a rollout would"),
     "doctor": ("doctor", "what this site can do and what an admin must change"),
 }
