@@ -14,6 +14,7 @@ import msgspec
 import yaml
 
 from hpc.errors import UserError
+from hpc.keys import unknown_key
 from hpc.site import Site
 
 
@@ -357,6 +358,9 @@ class Recipe:
 
 def site_of(recipe: Recipe) -> Site:
     """The recipe's site; raises RecipeError naming the key that is wrong."""
+    wrong = unknown_key(recipe.site, Site, path="site")
+    if wrong is not None:
+        raise RecipeError(f"{wrong} Correct the site profile")
     try:
         return msgspec.convert(recipe.site, Site, strict=False)
     except msgspec.ValidationError as err:
@@ -367,12 +371,18 @@ def load_recipe(path: Path) -> Recipe:
     """Reads a frozen `recipe.yaml`; raises RecipeError for a file that isn't one."""
     try:
         data = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as err:
-        raise RecipeError(f"recipe file {str(path)!r} can't be read: {err}") from err
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as err:
+        reason = " ".join(str(err).split())
+        raise RecipeError(f"recipe file {str(path)!r} can't be read: {reason}") from err
+    wrong = unknown_key(data, Recipe)
+    if wrong is not None:
+        raise RecipeError(f"{path.name}: {wrong}")
     try:
         recipe = msgspec.convert(data, Recipe, strict=False)
     except msgspec.ValidationError as err:
         raise RecipeError(f"{path.name}: {err}") from err
+    if recipe.site:
+        site_of(recipe)
     check(recipe)
     return recipe
 
@@ -385,6 +395,9 @@ def dump_recipe(recipe: Recipe) -> str:
 
 def check(recipe: Recipe) -> Recipe:
     """Returns the recipe; raises RecipeError for values that can't work together."""
+    from prorl_hpc.limits import check_numbers
+
+    check_numbers(recipe)
     for key, value in _positive(recipe):
         if isinstance(value, bool) or value <= 0:
             raise RecipeError(f"{key}={value} must be above 0")
