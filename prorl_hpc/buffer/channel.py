@@ -35,6 +35,8 @@ Locate = Callable[[], str | None]
 
 RESEND_SECONDS = 5.0
 BULK_RESEND_SECONDS = 30.0
+LOOK_SECONDS = 0.5
+"""The published endpoint (a file on the shared file system) is read at most so often."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -187,8 +189,9 @@ class AsyncChannel:
         self._waiting: dict[int, asyncio.Future[AnyReply]] = {}
         self._requests = 0
         self._heard = 0.0
+        self._looked = 0.0
 
-    async def ask(self, body: AnyRequest, *, arrays: Sequence[bytes] = ()) -> AnyReply:
+    async def ask(self, body: AnyRequest, *, arrays: Sequence[frames.Frame] = ()) -> AnyReply:
         """Sends `body` until it is answered. Raises BufferGone, Fenced, Refused."""
         # Big messages are only sent again on a socket that has been silent for long.
         patience = BULK_RESEND_SECONDS if arrays else RESEND_SECONDS
@@ -216,7 +219,7 @@ class AsyncChannel:
         await self._drop()
         self._context.term()
 
-    async def _send(self, message: list[bytes]) -> None:
+    async def _send(self, message: list[frames.Frame]) -> None:
         if self._socket is None and not self._connect():
             await asyncio.sleep(0.2)
             return
@@ -240,6 +243,9 @@ class AsyncChannel:
 
     def _reconsider(self) -> None:
         """Leaves a socket that has been silent, or whose buffer has moved."""
+        if time.monotonic() - self._looked < LOOK_SECONDS:
+            return  # another request in flight has just looked
+        self._looked = time.monotonic()
         moved = (self._locate() or self.address) != self.address
         if self._socket is None or not (
             moved or time.monotonic() - self._heard > 2 * RESEND_SECONDS
