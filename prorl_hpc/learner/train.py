@@ -14,13 +14,13 @@ loop, so that a resumed run makes the ones that were pending.
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import msgspec
 
 from hpc.errors import HpcError
 from hpc.files import publish
-from prorl_hpc.buffer.messages import GroupIds, GroupRef
+from prorl_hpc.buffer.messages import Fenced, GroupIds, GroupRef, WireError
 from prorl_hpc.learner.checkpoint import (
     LearnerState,
     keep_last,
@@ -28,11 +28,11 @@ from prorl_hpc.learner.checkpoint import (
     rng_text,
     save_checkpoint,
 )
-from prorl_hpc.learner.collect import Batch, Collector, GroupSource
+from prorl_hpc.learner.collect import Batch, Collector, GroupSource, NoBatch
 from prorl_hpc.learner.distributed import Ranks
 from prorl_hpc.learner.filtering import EffectiveSamples
 from prorl_hpc.learner.publish import export, publish_version
-from prorl_hpc.learner.record import Recorder
+from prorl_hpc.learner.record import Recorder, log
 from prorl_hpc.learner.reference import Reference
 from prorl_hpc.learner.reset import (
     Observation,
@@ -46,6 +46,10 @@ from prorl_hpc.learner.validate import Interrupted, ValidationLine, ValidationSo
 from prorl_hpc.recipe import Recipe
 from prorl_hpc.records import Group
 from prorl_hpc.run import Run
+
+T = TypeVar("T")
+
+BUFFER_STOPS = "the buffer is stopping"
 
 MAX_IDLE_STEPS = 5
 """So many steps in a row that change nothing end the run with what to change."""
@@ -84,6 +88,8 @@ class Loop:
     idle_steps: int = 0
     saved_step: int = -1
     announced: bool = False
+    lost: WireError | NoBatch | None = None
+    """Rank 0: what took the buffer away; nothing is asked of it any more."""
 
     def start(self, *, resumed: bool) -> None:
         """Tells the buffer where training stands, with the policy of that place published."""
@@ -91,33 +97,77 @@ class Loop:
             self.saved_step = self.state.step
             self.state = msgspec.structs.replace(self.state, version=self.state.step)
             self._publish()
-        if self.ranks.is_first:
-            self.client.announce(
+        self._tell(
+            lambda: self.client.announce(
                 self.state.version,
                 consumed=self.state.consumed,
                 filtered=self._filtered(),
                 step=self.state.step,
             )
-            self.announced = True
-            if resumed:
-                self.client.checkpointed(self.state.step, self.state.consumed)
+        )
+        self.announced = self.ranks.is_first
+        if resumed:
+            self._tell(lambda: self.client.checkpointed(self.state.step, self.state.consumed))
         self._progress()
 
     def train(self) -> str:
-        """Runs until all steps are done ("done") or a stop is wanted (its reason)."""
-        while True:
-            reason = self.ranks.broadcast(self.stop_reason() if self.ranks.is_first else None)
-            if reason is None and self._decide():
-                if self.state.step >= self.recipe.steps:
-                    return self._finish()
-                if self._step():
-                    continue
-            reason = reason or self.ranks.broadcast(self._why_stopped())
-            self._checkpoint()
-            return reason
+        """Runs until all steps are done ("done") or a stop is wanted (its reason).
 
-    def _why_stopped(self) -> str:
-        return (self.stop_reason() if self.ranks.is_first else None) or "the buffer is stopping"
+        Raises on rank 0, after a checkpoint, what took the buffer away.
+        """
+        reason = self._reason()
+        while reason is None:
+            if not self._decide():
+                reason = self._reason() or BUFFER_STOPS
+            elif self._all_stepped:
+                return self._finish()
+            elif self._step():
+                reason = self._reason()
+            else:
+                reason = self._reason() or BUFFER_STOPS
+        return self._end(reason)
+
+    @property
+    def _all_stepped(self) -> bool:
+        return self.state.step >= self.recipe.steps
+
+    def _reason(self) -> str | None:
+        """Why training can't go on, on every rank; None when it can."""
+        mine = None
+        if self.ranks.is_first:
+            mine = self.stop_reason() or (None if self.lost is None else str(self.lost))
+        return self.ranks.broadcast(mine)
+
+    def _end(self, reason: str) -> str:
+        """Checkpoint, and what is to be said. A run whose steps are done needs no buffer."""
+        stopped = self.ranks.broadcast(self.stop_reason() if self.ranks.is_first else None)
+        if self._all_stepped:
+            decided = self.state.decided_step >= self.state.step
+            gone = self.ranks.broadcast(self.lost is not None and stopped is None)
+            if gone and not decided and self.ranks.is_first:
+                self.recorder.event("validation_left_out", step=self.state.step, reason=reason)
+                log(f"all steps are done; the last validation is left out: {reason}")
+            if decided or gone:
+                return self._finish()
+        self._checkpoint()
+        if self.lost is not None and stopped is None:
+            raise self.lost
+        return stopped or reason
+
+    def _tell(self, notice: Callable[[], None]) -> None:
+        """Rank 0 tells the buffer something; a lost buffer ends training at the next turn."""
+        if self.ranks.is_first and self.lost is None:
+            self._asking(notice)
+
+    def _asking(self, question: Callable[[], T]) -> T | None:
+        """The buffer's answer; None, and `lost` is set, when there is none. Raises Fenced."""
+        try:
+            return question()
+        except Fenced:
+            raise
+        except (WireError, NoBatch) as err:
+            self.lost = err
+            return None
 
     def _filtered(self) -> int:
         """Groups to be replaced: consumed beyond one batch per step."""
@@ -132,10 +182,8 @@ class Loop:
             return True
         score = None
         if self._validation_due(state.step):
-            mine: ValidationLine | Interrupted = (
-                self._validate() if self.ranks.is_first else Interrupted()
-            )
-            line = self.ranks.broadcast(mine)
+            mine = self._asking(self._validate) if self.ranks.is_first else None
+            line = self.ranks.broadcast(mine or Interrupted())
             if isinstance(line, Interrupted):
                 return False
             score = line.score
@@ -205,7 +253,8 @@ class Loop:
     def _step(self) -> bool:
         """Collects and trains one batch; False when the learner is to stop instead."""
         started = time.monotonic()
-        batch = self.ranks.broadcast(self._collect() if self.ranks.is_first else None)
+        mine = self._asking(self._collect) if self.ranks.is_first else None
+        batch = self.ranks.broadcast(mine)
         if batch is None:
             return False
         state = self.state
@@ -251,8 +300,8 @@ class Loop:
         published = time.monotonic()
         if self._checkpoint_due(self.state.step):
             self._checkpoint()
+        self._tell(lambda: self.client.filtered(self._filtered()))
         if self.ranks.is_first:
-            self.client.filtered(self._filtered())
             self.recorder.step(
                 self.state,
                 metrics
@@ -304,7 +353,7 @@ class Loop:
                 self.run, model=self.stepper.model, version=version, target=target, ranks=self.ranks
             )
         if self.announced:
-            self.client.published(version)
+            self._tell(lambda: self.client.published(version))
 
     def _checkpoint(self) -> None:
         state = msgspec.structs.replace(
@@ -328,7 +377,7 @@ class Loop:
         if self.ranks.is_first:
             best = state_from_json(state.reset).best_step
             keep_last(self.run, self.recipe.learner.keep_checkpoints, protect=(best,))
-            self.client.checkpointed(state.step, state.consumed)
+        self._tell(lambda: self.client.checkpointed(state.step, state.consumed))
 
     def _progress(self) -> None:
         if self.ranks.is_first:
@@ -338,8 +387,9 @@ class Loop:
 
     def _finish(self) -> str:
         self._checkpoint()
-        if self.ranks.is_first:
-            self.client.finish(f"all {self.recipe.steps} steps are done")
+        self._tell(lambda: self.client.finish(f"all {self.recipe.steps} steps are done"))
+        if self.lost is not None:
+            log(f"the buffer couldn't be told that all steps are done: {self.lost}")
         return "done"
 
 
