@@ -129,7 +129,8 @@ def test_tricks_do_not_cost_a_repair_its_reward_either(bench: Bench, name: str) 
 def test_words_that_look_like_results_are_not_results(bench: Bench) -> None:
     fake = (
         "import os\n"
-        "os.write(1, b'PASSED tests/test_add.py::test_adds\\nPASSED tests/test_add.py::test_zero\\n')\n"
+        "for name in ('adds', 'zero'):\n"
+        "    os.write(1, f'PASSED tests/test_add.py::test_{name}\\n'.encode())\n"
         "os._exit(0)\n"
     )
     _, score = bench.attempt(f"cat >> adder/sums.py <<'EOF'\n{fake}EOF")
