@@ -322,6 +322,7 @@ class LearnerConfig:
     batch_seconds: float = 7200.0
     """No batch for so long: the learner releases its GPUs and says what it waited for."""
     export_every_steps: int | None = None
+    """Every so many steps, and at the last, the policy goes to `export/`, which nothing cleans."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -437,6 +438,8 @@ def _positive(recipe: Recipe) -> list[tuple[str, float]]:
         ("buffer.group_deadline_seconds", recipe.buffer.group_deadline_seconds),
         ("model.context_tokens", recipe.model.context_tokens),
     ]
+    if recipe.learner.export_every_steps is not None:
+        values.append(("learner.export_every_steps", recipe.learner.export_every_steps))
     for name, task in recipe.tasks.items():
         for label in ("train_size", "max_new_tokens", "temperature", "num_rollouts"):
             value = getattr(task, label)
@@ -477,6 +480,13 @@ def _check_algorithm(recipe: Recipe) -> None:
         raise RecipeError("learner.deterministic=true needs algorithm.max_staleness=0")
     if recipe.learner.deterministic and recipe.learner.publish_every_steps != 1:
         raise RecipeError("learner.deterministic=true needs learner.publish_every_steps=1")
+    every = recipe.learner.publish_every_steps
+    if every > algorithm.max_staleness + 1:
+        raise RecipeError(
+            f"learner.publish_every_steps={every} needs algorithm.max_staleness={every - 1} or "
+            f"more (it is {algorithm.max_staleness}): rollouts would wait for a policy that never "
+            "comes"
+        )
     if recipe.buffer.colocate not in ("none", "learner"):
         raise RecipeError(f"buffer.colocate={recipe.buffer.colocate!r}; choose none or learner")
     if not 0 < algorithm.clip_low < 1:

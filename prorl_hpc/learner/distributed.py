@@ -130,10 +130,12 @@ def _meet(rank: int, world: int, *, seconds: float, stopping: Callable[[], bool]
                 "see their logs"
             )
 
+    from torch.distributed.distributed_c10d import TCPStore
+
     store: Any = None
     while store is None:
         try:
-            store = dist.TCPStore(
+            store = TCPStore(
                 host,
                 port,
                 world,

@@ -58,9 +58,8 @@ def attentive(run: Run, locate: Locate, *, stopping: Callable[[], bool]) -> Loca
 
     def look() -> str | None:
         if stopping():
-            raise StopWanted(
-                f"a stop is wanted and the buffer doesn't answer: {endpoints.culprit(run, 'buffer')}"
-            )
+            culprit = endpoints.culprit(run, "buffer")
+            raise StopWanted(f"a stop is wanted and the buffer doesn't answer: {culprit}")
         return locate()
 
     return look

@@ -39,12 +39,6 @@ from prorl_hpc.run import Run
 def check_learner(recipe: Recipe) -> None:
     """Refuses settings with which the loop could not go on; raises AlgorithmError."""
     check_stages(recipe.algorithm.stages)
-    every, staleness = recipe.learner.publish_every_steps, recipe.algorithm.max_staleness
-    if every > staleness + 1:
-        raise AlgorithmError(
-            f"learner.publish_every_steps={every} needs algorithm.max_staleness={every - 1} or "
-            f"more (it is {staleness}): rollouts would wait for a policy that never comes"
-        )
 
 
 def run_rank(run: Run, *, allocation: Allocation, flag: StopFlag) -> int:
