@@ -53,7 +53,7 @@ async def work(run: Run, *, allocation: Allocation, stop: StopFlag) -> End:
     await asyncio.to_thread(_await_buffer, run, recipe, stop)
     version = await _await_policy(run, recipe, stop=stop)
     async with AsyncExitStack() as stack:
-        tokenizer = await asyncio.to_thread(load_tokenizer, run.policy(version))
+        tokenizer = await asyncio.to_thread(load_tokenizer, _tokenizer_path(run, version))
         await asyncio.to_thread(check_prompts, recipe, tasks, tokenizer)
         pipeline, versions = await _open_pipeline(
             stack, run, recipe, tasks=tasks, tokenizer=tokenizer, version=version,
@@ -111,17 +111,40 @@ def check_prompts(recipe: Recipe, tasks: dict[str, Task], tokenizer: Any) -> Non
         render_prompt(tokenizer, instance.messages)
 
 
+def _tokenizer_path(run: Run, version: int) -> Path:
+    """The starting policy's directory: a version may be removed while this node starts."""
+    return run.model_start if run.model_start.is_dir() else run.policy(version)
+
+
 @asynccontextmanager
 async def engine_at(recipe: Recipe, run: Run, version: int) -> AsyncIterator[Any]:
-    """The engine, started with a verified version."""
+    """The engine, started with a verified version: this one, or the newest once it is gone."""
+    while True:
+        try:
+            engine = await _start_engine(recipe, run, version)
+            break
+        except (HpcError, OSError):
+            newest = latest_version(run)
+            if run.policy(version).is_dir() or newest is None or newest == version:
+                raise
+            log.info("version %d was removed meanwhile; starting with %d", version, newest)
+            version = newest
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+async def _start_engine(recipe: Recipe, run: Run, version: int) -> Any:
     path = run.policy(version)
     await asyncio.to_thread(verify_policy, path)
     engine = make_engine(recipe, path=path, version=version)
     try:
         await engine.start()
-        yield engine
-    finally:
+    except BaseException:
         await engine.close()
+        raise
+    return engine
 
 
 async def _open_pipeline(

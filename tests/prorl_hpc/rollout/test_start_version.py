@@ -1,0 +1,50 @@
+"""A node that starts while the learner publishes: the version it began with may be gone."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prorl_hpc.policy import PolicyError, publish_policy
+from prorl_hpc.rollout import node
+from prorl_hpc.run import Run
+
+RECIPE: Any = None
+
+
+class Engine:
+    def __init__(self, version: int) -> None:
+        self.version = version
+        self.closed = False
+
+    async def start(self) -> None:
+        return
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    run = Run(tmp_path / "run")
+    publish_policy(run, version=7, step=7, write=lambda d: (d / "w").write_bytes(b"w") and None)
+    monkeypatch.setattr(node, "make_engine", lambda recipe, path, version: Engine(version))
+    return run
+
+
+async def _started(run: Run, version: int) -> Engine:
+    async with node.engine_at(RECIPE, run, version) as engine:
+        return engine
+
+
+def test_a_removed_version_is_replaced_by_the_newest(run: Run) -> None:
+    engine = asyncio.run(_started(run, 3))
+    assert engine.version == 7
+    assert engine.closed
+
+
+def test_a_damaged_version_is_no_reason_to_take_another(run: Run) -> None:
+    (run.policy(7) / "w").write_bytes(b"x")
+    with pytest.raises(PolicyError):
+        asyncio.run(_started(run, 7))
