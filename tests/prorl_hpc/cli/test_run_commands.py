@@ -84,6 +84,34 @@ def test_status_shows_progress_and_dead_jobs(run: Run, capsys: pytest.CaptureFix
     assert "supervisor is gone" in out
 
 
+def test_status_names_the_culprit_of_a_failed_run(
+    run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for job, when, reason in (("learner", 5.0, "exit code 1"), ("buffer", 9.0, "lost its peer")):
+        for entry in (
+            ledger.Submit(time=0.5, token="t", job=job, job_id="local-1"),
+            ledger.Start(
+                time=1.0, job=job, role=job, index=0, attempt=1, job_id="local-1", host="n1"
+            ),
+            ledger.Exit(
+                time=when, job=job, index=0, attempt=1, code=1, next="failed", reason=reason
+            ),
+        ):
+            ledger.append(run.ledger, entry=entry)
+    run.metrics("buffer").parent.mkdir(exist_ok=True)
+    run.metrics("buffer").write_text('{"time": 1.0, "status": {"groups_dropped": 7}}\n')
+    assert main(["status", "quickstart"]) == 1
+    out = capsys.readouterr().out
+    assert "end: learner attempt 1 failed on n1: exit code 1; next: prorl-hpc logs" in out
+    assert "7 dropped" in out
+    assert main(["status", "quickstart", "--json"]) == 1
+    data = json.loads(capsys.readouterr().out)
+    assert data["ending"]["job"] == "learner"
+    assert data["buffer"]["groups_dropped"] == 7
+    assert main(["watch", "quickstart"]) == 1
+    assert "learner attempt 1 failed on n1" in capsys.readouterr().out
+
+
 def test_unknown_run_names_those_there_are(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     for command in ("status", "watch", "logs", "cancel", "resume", "report"):
         assert main([command, "nope"]) == 2
@@ -170,6 +198,14 @@ def test_when_a_watch_ends() -> None:
     lost = [*done, state("rollout", Phase.unknown)]
     assert is_over(lost, local=True)
     assert not is_over(lost, local=False)
+    assert not is_over(done, local=True, supervised=True)
+
+
+def test_watch_of_a_run_that_was_never_started(
+    run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["watch", "quickstart"]) == 1
+    assert "never started; next: the same prorl-hpc submit" in capsys.readouterr().out
 
 
 def test_summary_counts_array_tasks() -> None:
