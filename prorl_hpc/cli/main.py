@@ -34,6 +34,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "eval": ("evaluate", "pass@k of a run, a checkpoint or a model"),
     "export": ("export", "copy a policy version as a Hugging Face directory"),
     "buffer": ("buffer", "export trajectories as JSON lines or Parquet"),
+    "serve": ("serve", "rollouts of a recipe's tasks over HTTP, for any trainer"),
     "images": ("images", "build, import, verify and list container images"),
     "instances": ("instances", "build, check and list the bugs of recipe=swe"),
     "sandbox": ("sandbox", "run a command in an environment as a rollout would"),

@@ -128,7 +128,7 @@ def test_logprobs_versions_update_in_flight_and_refusals(tmp_path: Path, tied: b
 
             with pytest.raises(RequestRefused, match="out of vocabulary"):
                 await engine.generate((99_999,), sampling=asked(1, seed=0))
-            with pytest.raises(RequestRefused, match="maximum context length"):
+            with pytest.raises(RequestRefused, match="answered 400"):
                 await engine.generate((5,) * 600, sampling=asked(1, seed=0))
 
     run(check())
