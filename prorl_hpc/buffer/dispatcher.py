@@ -15,7 +15,17 @@ from prorl_hpc.buffer.config import BufferConfig
 from prorl_hpc.buffer.groups import Location, OpenGroup, SlotState, reference
 from prorl_hpc.buffer.handout import Handout
 from prorl_hpc.buffer.leases import LeaseBook
-from prorl_hpc.buffer.manifest import Closed, Dropped, Line, Quarantined, Shard, Validation
+from prorl_hpc.buffer.manifest import (
+    Closed,
+    Dropped,
+    Line,
+    Merged,
+    Moves,
+    Quarantined,
+    Shard,
+    Validation,
+    live_shards,
+)
 from prorl_hpc.buffer.messages import VALIDATION_BASE, Claim, GroupIds, GroupRef
 from prorl_hpc.buffer.mixture import Mixture, group_seed
 from prorl_hpc.buffer.validation import IDS_PER_VERSION, ValidationSet
@@ -58,6 +68,7 @@ class Dispatcher:
         self._closing: dict[int, Closed | Dropped] = {}
         self._validations: dict[int, ValidationSet] = {}
         self._lines: list[Line] = []
+        self._moves = Moves()
         self._hold_until = float("-inf")
 
     # --- rollout nodes
@@ -220,6 +231,8 @@ class Dispatcher:
         if isinstance(line, Closed | Dropped) and self._closing.get(line.group) == line:
             del self._closing[line.group]
             self._settle(line)
+        elif isinstance(line, Merged):
+            self._relocate(line)
 
     def quarantine(self, shard: int, *, reason: str, group_id: int | None) -> None:
         """A shard is lost. Remakes what it held of groups that nobody has taken, and of `group_id`.
@@ -229,11 +242,8 @@ class Dispatcher:
         if group_id is not None:
             self.handout.held.discard(group_id)
         self._lines.append(Quarantined(number=shard, reason=reason))
-        touched = [
-            line
-            for line in [*self.closed.values(), *self._closing.values()]
-            if isinstance(line, Closed) and line.touches(shard)
-        ]
+        closing = [self._moves.of(x) for x in self._closing.values() if isinstance(x, Closed)]
+        touched = [x for x in [*self.closed.values(), *closing] if x.touches(shard)]
         for line in touched:
             if line.group not in self.handout.consumed and line.group not in self.handout.held:
                 self._reopen(line)
@@ -245,23 +255,34 @@ class Dispatcher:
         if group_id in self.closed:
             self.handout.add(self.closed[group_id])
 
+    def moved(self, shard: int) -> bool:
+        """Whether the shard was merged into another one, sound as it was then."""
+        return shard in self._moves
+
+    def again(self, group_id: int) -> None:
+        """The learner couldn't read the group where it was; it gets the group's present place."""
+        self.handout.held.discard(group_id)
+        if group_id in self.closed:
+            self.handout.add(self.closed[group_id])
+
     def restore(self, lines: Sequence[Line], *, now: float) -> None:
         """Rebuilds the state from the manifest's valid lines. Call once, before anything else.
 
         Nothing is leased for a moment, so that nodes at work can claim what they hold.
         """
         lost = {line.number for line in lines if isinstance(line, Quarantined)}
+        self._moves = Moves(lines)
         self.capacity.restore(lines)
         for line in lines:
             if isinstance(line, Validation):
                 self._open_validation(line)
         settled = {line.group: line for line in lines if isinstance(line, Closed | Dropped)}
         for line in settled.values():
-            if isinstance(line, Dropped) or not any(line.touches(shard) for shard in lost):
-                self._settle(line)
-        for shard in (line for line in lines if isinstance(line, Shard)):
-            if shard.number not in lost:
-                self._restore_shard(shard)
+            here = self._moves.of(line) if isinstance(line, Closed) else line
+            if isinstance(here, Dropped) or not any(here.touches(shard) for shard in lost):
+                self._settle(here)
+        for shard in live_shards(lines).values():
+            self._restore_shard(shard)
         for group in [g for g in self.open.values() if g.complete]:
             self._close(group, reason="complete")
         if self.capacity.limit:
@@ -392,7 +413,7 @@ class Dispatcher:
         self._forget(line.group)
         if isinstance(line, Closed):
             self.counters[f"closed_{line.reason}"] += 1
-            self.closed[line.group] = line
+            self.closed[line.group] = self._moves.of(line)
             self.handout.add(line)
             return
         self.counters["dropped"] += 1
@@ -400,6 +421,15 @@ class Dispatcher:
         if line.kind is Kind.train:
             self.capacity.num_dropped += 1
             self._grow()
+
+    def _relocate(self, line: Merged) -> None:
+        """The rows of some shards lie in another one now."""
+        self._moves.add(line)
+        for group_id in {row[0] for row in line.rows}:
+            if group_id in self.closed:
+                self.closed[group_id] = self._moves.of(self.closed[group_id])
+            elif group_id in self.open:
+                self.open[group_id].relocate(self._moves)
 
     def _reopen(self, line: Closed) -> None:
         """A closed group is open again, with all that it has."""

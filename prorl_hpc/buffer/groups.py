@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from prorl_hpc.buffer.manifest import Closed
+from prorl_hpc.buffer.manifest import Closed, Moves
 from prorl_hpc.buffer.messages import GroupRef
 from prorl_hpc.records import Kind, Trajectory
 
@@ -121,6 +121,12 @@ class OpenGroup:
         for slot in lost:
             slot.state, slot.location = SlotState.missing, None
         return len(lost)
+
+    def relocate(self, moves: Moves) -> None:
+        """Some of its rollouts lie elsewhere now."""
+        for slot in self.slots:
+            if slot.location is not None:
+                slot.location = moves.place(*slot.location)
 
     def closed(self, *, reason: str) -> Closed:
         """The record of its closing, with what is stored by now."""

@@ -311,8 +311,11 @@ class Service:
         elif isinstance(body, Validate):
             d.validate(version=body.version, counts=body.counts, num_rollouts=body.num_rollouts)
         elif isinstance(body, Damaged):
-            self._quarantine(body.shard, body.reason)
-            d.quarantine(body.shard, reason=body.reason, group_id=body.group_id)
+            if d.moved(body.shard):
+                d.again(body.group_id)
+            else:
+                self._quarantine(body.shard, body.reason)
+                d.quarantine(body.shard, reason=body.reason, group_id=body.group_id)
         elif isinstance(body, Finish):
             self.phase, self.end_reason = "finished", body.reason
             for peer in self.peers.of("rollout"):

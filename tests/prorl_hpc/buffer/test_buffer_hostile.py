@@ -132,7 +132,7 @@ def test_garbage_from_a_client_with_the_key_is_refused(
             [msgspec.msgpack.encode([99, *msgspec.msgpack.decode(header)[1:]]), body],
         ):
             client.send_multipart(message)
-            assert client.poll(DEADLINE_SECONDS * 1000)
+            assert client.poll(int(DEADLINE_SECONDS * 1000))
             reply = frames.decode_reply(client.recv_multipart()[1])
             assert isinstance(reply, Refusal)
             assert reply.code == "malformed"

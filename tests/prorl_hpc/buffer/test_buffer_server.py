@@ -10,7 +10,7 @@ from prorl_hpc.buffer.client import RolloutClient
 from prorl_hpc.buffer.messages import VALIDATION_BASE, Fenced, GroupIds, GroupRef
 from prorl_hpc.buffer.reader import GroupReader
 from prorl_hpc.buffer.server import Ended, ServerConfig
-from prorl_hpc.records import Kind, Outcome
+from prorl_hpc.records import Kind, Lease, Outcome
 from tests.prorl_hpc.buffer.buffer_helpers import (
     make_config,
     make_run,
@@ -89,7 +89,7 @@ def test_restart_gives_the_same_groups_and_leases_only_what_is_missing(tmp_path:
 
         async def second() -> None:
             client = await buffer.rollout("w1")
-            leases = ()
+            leases: tuple[Lease, ...] = ()
             while not leases:  # a moment after the restart belongs to nodes that hold leases
                 leases = (await client.lease(64)).leases
             assert {lease.group_id: lease.rollouts for lease in leases} == {
