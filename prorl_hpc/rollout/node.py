@@ -94,6 +94,11 @@ def spool_directory(allocation: Allocation) -> Path:
     return allocation.scratch.parent / "spool"
 
 
+def environments_directory(allocation: Allocation) -> Path:
+    """One for all runs of the user on this node: each worker sweeps what dead ones left there."""
+    return allocation.scratch.parent.parent / "environments"
+
+
 def terms_of(recipe: Recipe) -> Terms:
     """What a node takes on at once: what the stages hold, and a little in waiting."""
     rollout = recipe.rollout
@@ -191,7 +196,7 @@ def _open_environments(
         return None
     from prorl_hpc.environment.factory import EnvironmentFactory
 
-    factory = EnvironmentFactory(allocation.scratch / "environments")
+    factory = EnvironmentFactory(environments_directory(allocation))
     stack.callback(factory.close)
     return factory.create
 

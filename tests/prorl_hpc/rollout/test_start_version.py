@@ -2,6 +2,7 @@
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -48,3 +49,11 @@ def test_a_damaged_version_is_no_reason_to_take_another(run: Run) -> None:
     (run.policy(7) / "w").write_bytes(b"x")
     with pytest.raises(PolicyError):
         asyncio.run(_started(run, 7))
+
+
+def test_sandboxes_of_all_attempts_share_one_place(tmp_path: Path) -> None:
+    places = {
+        node.environments_directory(SimpleNamespace(scratch=tmp_path / "prorl-1" / key / attempt))
+        for key, attempt in (("a-rollout-0", "1"), ("a-rollout-0", "2"), ("b-rollout-3", "1"))
+    }
+    assert places == {tmp_path / "prorl-1" / "environments"}
