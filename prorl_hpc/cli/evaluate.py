@@ -3,13 +3,13 @@
 import argparse
 import asyncio
 import dataclasses
-import os
 import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpc.errors import UserError
+from prorl_hpc.cli.inputs import check_output
 from prorl_hpc.cli.runs import find_run
 from prorl_hpc.cli.table import table
 from prorl_hpc.recipe import EngineKind, Recipe, load_recipe
@@ -89,16 +89,6 @@ def _one(args: argparse.Namespace, ks: list[int]) -> int:
         publish(args.output, data=to_json(result).encode())
         print(f"\nresults: {args.output}")
     return 0
-
-
-def check_output(path: Path | None) -> None:
-    """Raises UserError now for a file that can't be written when the numbers are there."""
-    if path is None:
-        return
-    if path.is_dir():
-        raise UserError(f"--output {str(path)!r} is a directory; name a file")
-    if not os.access(path.parent, os.W_OK | os.X_OK) or not path.parent.is_dir():
-        raise UserError(f"--output {str(path)!r}: {str(path.parent)!r} can't be written to")
 
 
 def choose_versions(args: argparse.Namespace) -> list[int]:

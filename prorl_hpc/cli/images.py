@@ -44,7 +44,10 @@ def run(args: argparse.Namespace) -> int:
         return _convert(args)
     from hpc.images import ImageStore
 
-    store = ImageStore(_store_path(args.store), scratch=getattr(args, "scratch", None))
+    where = _store_path(args.store)
+    if args.action not in ("import", "build") and not where.is_dir():
+        raise UserError(f"image store {str(where)!r} isn't a directory; import or build makes one")
+    store = ImageStore(where, scratch=getattr(args, "scratch", None))
     if args.action == "list":
         rows = [
             (r.name, f"{r.num_bytes / 2**20:.0f} MiB", r.sha256[:16], r.source)
