@@ -6,10 +6,10 @@ Waits are bounded and name who is missing. Knows how the parts fit; does no work
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from hpc import endpoints
 from hpc.allocation import Allocation, StopFlag, cpu_count
@@ -38,9 +38,11 @@ log = logging.getLogger("prorl_hpc.rollout")
 
 POLL_SECONDS = 0.2
 
+T = TypeVar("T")
+
 
 class PeerMissing(HpcError, TimeoutError):
-    """The learner published no policy in time; the message says what its job did last."""
+    """The learner or the buffer was not there in time; the message says what is known of it."""
 
 
 async def work(run: Run, *, allocation: Allocation, stop: StopFlag) -> End:
@@ -59,7 +61,7 @@ async def work(run: Run, *, allocation: Allocation, stop: StopFlag) -> End:
             stack, run, recipe, tasks=tasks, tokenizer=tokenizer, version=version,
             allocation=allocation,
         )  # fmt: skip
-        client = await RolloutClient.connect(
+        connecting = RolloutClient.connect(
             locate_buffer(run),
             keys=load_client_keys(run, role="rollout"),
             run=run.name,
@@ -67,6 +69,7 @@ async def work(run: Run, *, allocation: Allocation, stop: StopFlag) -> End:
             attempt=allocation.attempt,
             patience_seconds=recipe.buffer.peer_seconds,
         )
+        client = await unless_stopped(connecting, stop)
         stack.push_async_callback(client.close)
         spool = Spool(spool_directory(allocation), limit_bytes=recipe.rollout.spool_bytes)
         stack.callback(spool.close)
@@ -82,6 +85,18 @@ async def work(run: Run, *, allocation: Allocation, stop: StopFlag) -> End:
             report=_reporter(metrics, allocation),
         )
         return await worker.run()
+
+
+async def unless_stopped(peer: Coroutine[Any, Any, T], stop: StopFlag) -> T:
+    """What waiting for a peer gives; raises PeerMissing once a stop is asked for."""
+    task = asyncio.ensure_future(peer)
+    while not task.done() and not stop.stopping:
+        await asyncio.wait([task], timeout=POLL_SECONDS)
+    if not task.done():
+        task.cancel()
+        await asyncio.wait([task])
+        raise PeerMissing(f"the buffer didn't answer before the stop ({stop.reason})")
+    return task.result()
 
 
 def worker_name(allocation: Allocation) -> str:

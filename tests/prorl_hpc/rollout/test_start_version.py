@@ -57,3 +57,9 @@ def test_sandboxes_of_all_attempts_share_one_place(tmp_path: Path) -> None:
         for key, attempt in (("a-rollout-0", "1"), ("a-rollout-0", "2"), ("b-rollout-3", "1"))
     }
     assert places == {tmp_path / "prorl-1" / "environments"}
+
+
+def test_a_stop_ends_the_wait_for_the_buffer() -> None:
+    stop: Any = SimpleNamespace(stopping=True, reason="got SIGTERM")
+    with pytest.raises(node.PeerMissing, match="got SIGTERM"):
+        asyncio.run(node.unless_stopped(asyncio.Event().wait(), stop))
