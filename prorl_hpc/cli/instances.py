@@ -8,6 +8,7 @@ import argparse
 import functools
 import sys
 import tempfile
+import textwrap
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -33,6 +34,7 @@ What validate finds is kept in the store; a run leaves out what was found wantin
 
 MEMORY_MIB = 4096
 MINUTES = 60
+WIDTH = 120
 
 
 def parser() -> argparse.ArgumentParser:
@@ -214,11 +216,16 @@ def _verdicts(found: "dict[str, Verdict | str]") -> str:
     rows = []
     for instance_id, one in sorted(found.items()):
         if isinstance(one, str):
-            rows.append((instance_id, "", "", one))
+            rows.append((instance_id, "", "", _short(one)))
         else:
             times = (f"{one.untouched_seconds:.1f} s", f"{one.gold_seconds:.1f} s")
-            rows.append((instance_id, *times, _word(one)))
+            rows.append((instance_id, *times, _short(_word(one))))
     return table(("instance", "untouched", "gold", "verdict"), rows)
+
+
+def _short(text: str) -> str:
+    """Whole in the store's file."""
+    return textwrap.shorten(text, WIDTH, placeholder=" ...")
 
 
 def _word(one: "Verdict | str") -> str:
@@ -236,7 +243,7 @@ def _listing(task: "SweTask", bugs: "list[Bug]") -> str:
         state = "built" if store.built(bug.instance_id) else "not built"
         state = state if bug.form is Form.pypi else "in its image"
         verdict = store.verdict(bug.instance_id)
-        said = _word(verdict) if verdict else "not checked"
+        said = _short(_word(verdict)) if verdict else "not checked"
         counts = (len(bug.fail_to_pass), len(bug.pass_to_pass))
         rows.append((bug.instance_id, *counts, state, said))
     return table(("instance", "must pass", "must stay", "state", "check"), rows)

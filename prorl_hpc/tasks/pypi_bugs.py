@@ -39,6 +39,9 @@ WAIT_SECONDS = 3600.0
 OLD_SETUPTOOLS = "setuptools<72\n"
 """Releases from before PEP 517's spread use what later versions removed."""
 
+SUPPLIES = ("tzdata==2025.2",)
+"""Installed beside an instance's requirements: small images lack a database of time zones."""
+
 ARCHIVES = (".tar.gz", ".tar.bz2", ".zip")
 
 Tree = dict[str, bytes]
@@ -349,7 +352,7 @@ def _ensure_site(facts: PypiFacts, store: InstanceStore, key: str) -> None:
             # the list is complete, and a requirement may itself require the package under test
             work.mkdir()
             options = ["--no-deps", "--no-compile", "--upgrade", "--target", str(work)]
-            said = pip(["install", *options, *facts.requirements]) if facts.requirements else ""
+            said = pip(["install", *options, *facts.requirements, *SUPPLIES])
             if said:
                 raise BuildError(f"requirements {', '.join(facts.requirements)}: pip says {said}")
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -360,7 +363,7 @@ def _ensure_site(facts: PypiFacts, store: InstanceStore, key: str) -> None:
 
 def site_key(facts: PypiFacts) -> str:
     version = ".".join(map(str, sys.version_info[:2]))
-    text = "\n".join([version, *sorted(facts.requirements)])
+    text = "\n".join([version, *SUPPLIES, *sorted(facts.requirements)])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from hpc.files import asset_directory
+from prorl_hpc.agents.replay import DESTRUCTIVE
 
 CHOSEN = ("xmltodict-1.0.3", "cachetools-7.2.1")
 
@@ -82,3 +83,15 @@ def test_the_recipe_end_to_end(site: Site) -> None:
     shown = site.call("show", str(run), "--group", "0").stdout
     assert "reward 1" in shown, shown
     assert "reward 0" in shown, shown
+
+
+@pytest.mark.process
+def test_every_attack_ends_as_a_typed_outcome(apptainer: Any) -> None:
+    script = Path(__file__).resolve().with_name("swe_steps.py")
+    done = apptainer.user.run(["python", "-B", str(script), str(apptainer.rootfs)], timeout=500.0)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert set(told) == set(DESTRUCTIVE)
+    # an attack repairs nothing; none is the infrastructure's failure
+    allowed = {"scored 0", "invalid 0", "ended: shell_killed"}
+    assert set(told.values()) <= allowed, told

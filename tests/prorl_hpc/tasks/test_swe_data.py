@@ -9,7 +9,7 @@ from prorl_hpc.environment.base import CommandResult
 from prorl_hpc.recipe import EnvironmentKind, TaskConfig
 from prorl_hpc.records import Kind
 from prorl_hpc.tasks.base import TaskError
-from prorl_hpc.tasks.pypi_bugs import BuildError, build_pypi, fetch
+from prorl_hpc.tasks.pypi_bugs import BuildError, build_pypi, fetch, site_key
 from prorl_hpc.tasks.swe.bug import Form, Release, read_bugs
 from prorl_hpc.tasks.swe.score import grade, read_report
 from prorl_hpc.tasks.swe.store import InstanceStore, Verdict
@@ -146,6 +146,8 @@ def test_another_tree_than_the_recorded_one_is_refused(tmp_path: Path) -> None:
     store = InstanceStore(root=tmp_path / "store")
     path = write(tmp_path / "d.jsonl", row(store, buggy_tree="0" * 40))
     (bug,) = read_bugs("swe", path)
+    assert bug.pypi is not None
+    store.site(site_key(bug.pypi)).mkdir(parents=True)
     with pytest.raises(BuildError, match="buggy_tree"):
         build_pypi(bug, store)
     assert store.built(bug.instance_id) is None
