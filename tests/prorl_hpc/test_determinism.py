@@ -9,7 +9,7 @@ import pytest
 from hpc.attempts import Next
 from tests.prorl_hpc.run_helpers import Session
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.timeout(1800)]
 
 STEPS = 14
 DETERMINISTIC = [
