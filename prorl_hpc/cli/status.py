@@ -144,7 +144,7 @@ def _progress_text(run_: Run) -> str:
     found = progress(run_)
     row = found["row"]
     if not isinstance(row, dict):
-        return "\nlearner: no step yet"
+        return f"\nlearner: {_before_steps(run_)}"
     steps = load_recipe(run_.recipe).steps
     parts = [f"\nlearner: step {row.get('step')}/{steps}"]
     for title, quantity in (("reward", "reward"), ("KL", "kl"), ("staleness", "staleness")):
@@ -156,3 +156,15 @@ def _progress_text(run_: Run) -> str:
     if isinstance(validation, dict):
         parts.append(f"validation {validation['score']:.3f} at step {validation['step']}")
     return ", ".join(parts)
+
+
+def _before_steps(run_: Run) -> str:
+    """What a learner without a step does, by its newest row."""
+    from prorl_hpc.observe.dashboard import warmup_line
+    from prorl_hpc.observe.metrics import last_row
+    from prorl_hpc.recipe import load_recipe
+
+    row = last_row(run_.metrics("learner"), event="warmup")
+    steps = load_recipe(run_.recipe).warmup.steps
+    line = None if row is None else warmup_line(row, steps=steps)
+    return "no step yet" if line is None else f"no step yet, {' '.join(line.split())}"

@@ -14,6 +14,7 @@ from prorl_hpc.observe.dashboard import (
     reset_line,
     step_line,
     validation_line,
+    warmup_line,
 )
 from prorl_hpc.observe.history import is_step
 from prorl_hpc.observe.metrics import MetricsTail, Row
@@ -134,9 +135,10 @@ class _Printer:
             self._say(f"{'warmup':>10}  {steps} supervised steps before reinforcement learning")
 
     def _learner_row(self, row: Row) -> None:
-        reset = reset_line(row)
-        if reset is not None:
-            self._say(reset)
+        other = reset_line(row) or warmup_line(row, steps=self.recipe.warmup.steps)
+        if other is not None:
+            self._warms = False
+            self._say(other)
         elif is_step(row):
             if self._lines % HEADER_LINES == 0:
                 self._say(header())

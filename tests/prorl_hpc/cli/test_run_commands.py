@@ -19,7 +19,7 @@ from prorl_hpc.evaluation.evaluate import plan_leases, score_tasks
 from prorl_hpc.observe.metrics import MetricsWriter
 from prorl_hpc.observe.trajectories import describe_trajectory, segments
 from prorl_hpc.policy import publish_policy
-from prorl_hpc.recipe import Recipe, TaskConfig
+from prorl_hpc.recipe import Recipe, TaskConfig, load_recipe
 from prorl_hpc.records import Kind, Outcome, Trajectory
 from prorl_hpc.run import Run
 from tests.prorl_hpc.cli.support import recipe_directory
@@ -82,6 +82,20 @@ def test_status_shows_progress_and_dead_jobs(run: Run, capsys: pytest.CaptureFix
     assert "step 4/" in out
     assert "reward 0.5" in out
     assert "supervisor is gone" in out
+
+
+def test_watch_and_status_show_the_warm_up(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    with MetricsWriter(run.metrics("learner")) as writer:
+        writer.write(event="warmup", step=21, loss=1.25)
+        writer.write(event="warmup", step="x", loss=None)
+    steps = load_recipe(run.recipe).warmup.steps
+    assert main(["watch", "quickstart"]) == 1
+    told = f"warmup  step 21/{steps}: loss 1.250 nats per token"
+    assert told in capsys.readouterr().out
+    with MetricsWriter(run.metrics("learner")) as writer:
+        writer.write(event="warmup", step=41, loss=None)
+    assert main(["status", "quickstart"]) == 0
+    assert f"no step yet, warmup step 41/{steps}\n" in capsys.readouterr().out
 
 
 def test_status_names_the_culprit_of_a_failed_run(
