@@ -1,10 +1,10 @@
 # One command each, on a fresh Debian or Ubuntu machine too: every target sets up what it needs.
 #   make demo    the whole pipeline on this machine
 #   make test    lint and every test that this machine can run
+#   make test-vllm PRORL_VLLM_PYTHON=/path/to/python   the real vLLM, in an environment of its own
 # PYTHON=... picks the interpreter of .venv; PRORL_TORCH_INDEX=URL the index that torch comes from.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-#   make test-vllm PRORL_VLLM_PYTHON=/path/to/python   the real vLLM, in an environment of its own
 .PHONY: help setup demo test test-vllm lint cluster-up cluster-down clean
 
 BIN := .venv/bin
@@ -35,7 +35,7 @@ test: setup
 
 test-vllm: setup
 	@test -n "$$PRORL_VLLM_PYTHON" || { echo "name the interpreter that has vLLM: make test-vllm PRORL_VLLM_PYTHON=..."; exit 2; }
-	@PRORL_TEST_VLLM=1 $(BIN)/python -m pytest -q -m vllm tests/prorl_hpc/inference
+	@$(BIN)/python -m pytest -q -m vllm tests/prorl_hpc/inference
 
 cluster-up:
 	@$(CLUSTER)/install-slurm
