@@ -88,7 +88,7 @@ def test_a_run_with_preempted_rollout_tasks(session: ClusterSession) -> None:
     session.audit(steps=40, batch_groups=4)
     assert len(session.starts("buffer")) == len(session.starts("learner")) == 1
     assert {start.index for start in session.starts("rollout")} == {0, 1}
-    assert f"run {session.name} is done" in session.cli("watch", session.name).stdout
+    assert f"run {session.name}: done" in session.cli("watch", session.name).stdout
     assert "step 40/40" in session.cli("status", session.name).stdout
 
 
