@@ -8,7 +8,7 @@ import datetime
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -35,6 +35,10 @@ class Ranks:
     device: torch.device
     control: Any = None
     """gloo group for objects; None with a single rank."""
+    background: Any = None
+    """gloo group of the checkpoint threads, whose messages mustn't meet those of training."""
+    memory: Any = None
+    """One-dimensional mesh over the ranks' main memory; None with a single rank."""
 
     @property
     def is_first(self) -> bool:
@@ -45,6 +49,10 @@ class Ranks:
         from torch.distributed.device_mesh import init_device_mesh
 
         return init_device_mesh(self.device.type, (self.world,))
+
+    def beside(self) -> "Ranks":
+        """The same ranks for a thread beside training."""
+        return replace(self, control=self.background)
 
     def barrier(self) -> None:
         """Waits for all ranks."""
@@ -96,6 +104,8 @@ def join(
     device = _device(int(os.environ.get("LOCAL_RANK", "0")))
     if world == 1:
         return Ranks(rank=0, world=1, device=device)
+    from torch.distributed.device_mesh import init_device_mesh
+
     timeout = datetime.timedelta(seconds=timeout_seconds)
     try:
         store = _meet(rank, world, seconds=meeting_seconds, stopping=stopping)
@@ -108,12 +118,21 @@ def join(
             timeout=timeout,
         )
         control = dist.new_group(backend="gloo", timeout=timeout)
+        background = dist.new_group(backend="gloo", timeout=timeout)
+        memory = init_device_mesh("cpu", (world,))
     except (RuntimeError, ValueError) as err:
         if isinstance(err, RanksError):
             raise
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise RanksError(f"rank {rank} of {world} can't meet the others at {where}: {err}") from err
-    return Ranks(rank=rank, world=world, device=device, control=control)
+    return Ranks(
+        rank=rank,
+        world=world,
+        device=device,
+        control=control,
+        background=background,
+        memory=memory,
+    )
 
 
 def _meet(rank: int, world: int, *, seconds: float, stopping: Callable[[], bool]) -> Any:
@@ -130,12 +149,10 @@ def _meet(rank: int, world: int, *, seconds: float, stopping: Callable[[], bool]
                 "see their logs"
             )
 
-    from torch.distributed.distributed_c10d import TCPStore
-
     store: Any = None
     while store is None:
         try:
-            store = TCPStore(
+            store = dist.TCPStore(  # type: ignore[attr-defined]
                 host,
                 port,
                 world,

@@ -12,7 +12,7 @@ from prorl_hpc.buffer.channel import Locate
 from prorl_hpc.buffer.client import LearnerClient, locate_buffer
 from prorl_hpc.buffer.keys import load_client_keys
 from prorl_hpc.buffer.messages import BufferGone, WireError
-from prorl_hpc.learner.train import Client
+from prorl_hpc.learner.shared import Client
 from prorl_hpc.recipe import Recipe
 from prorl_hpc.run import Run
 

@@ -14,7 +14,6 @@ from hpc.errors import EXIT_CONTINUE, EXIT_DONE, EXIT_USER, HpcError, UserError
 from prorl_hpc.buffer.client import LearnerClient
 from prorl_hpc.buffer.messages import BufferGone, Fenced, GroupIds, WireError
 from prorl_hpc.buffer.reader import GroupReader
-from prorl_hpc.learner.algorithm_error import AlgorithmError
 from prorl_hpc.learner.checkpoint import LearnerState, load_newest, restore
 from prorl_hpc.learner.collect import NoBatch
 from prorl_hpc.learner.distributed import Ranks, RanksError, join, leave, use_determinism
@@ -23,13 +22,15 @@ from prorl_hpc.learner.link import Connect, explain, open_line, patience
 from prorl_hpc.learner.model import build_policy
 from prorl_hpc.learner.objective import objective_config
 from prorl_hpc.learner.optimizer import build_optimizer
+from prorl_hpc.learner.output import Outputs
 from prorl_hpc.learner.publish import publish_start
 from prorl_hpc.learner.record import Recorder, log
 from prorl_hpc.learner.reference import Reference
 from prorl_hpc.learner.reset import ResetState, state_to_json
+from prorl_hpc.learner.shared import Client, SharedClient
 from prorl_hpc.learner.stages import check_stages
 from prorl_hpc.learner.step import Stepper
-from prorl_hpc.learner.train import Client, Loop
+from prorl_hpc.learner.train import Loop
 from prorl_hpc.learner.warmup import prepare_start
 from prorl_hpc.policy import discard_newer
 from prorl_hpc.recipe import Recipe, load_recipe
@@ -210,23 +211,25 @@ def build_loop(
             index = int(state.reset.get("num_resets", 0))
             stepper.reference = Reference.of(model, index=index, step=state.step, ranks=ranks)
         if ranks.is_first:
-            discard_newer(run, state.step)
+            discard_newer(run, state.step + state.roll_backs)
     ranks.barrier()
     if ranks.is_first:
         where = "starting" if found is None else f"resuming at step {state.step}"
         log(f"{where} on {ranks.world} ranks after {time.monotonic() - started:.1f} s")
     is_over = state.decided_step >= state.step >= recipe.steps
+    client = None
+    if ranks.is_first:
+        client = SharedClient(connect(patience_seconds=patience(recipe, is_over=is_over)))
     loop = Loop(
         recipe=recipe,
         run=run,
         ranks=ranks,
         stepper=stepper,
         state=state,
-        client=connect(patience_seconds=patience(recipe, is_over=is_over))  # type: ignore[arg-type]
-        if ranks.is_first
-        else None,
+        client=client,  # type: ignore[arg-type]
         read=read,  # type: ignore[arg-type]
         recorder=Recorder(run) if ranks.is_first else None,  # type: ignore[arg-type]
+        outputs=Outputs(run=run, config=recipe.learner, ranks=ranks),
         stop_reason=stop_reason,
     )
     return loop, found is not None

@@ -124,7 +124,7 @@ def test_a_learner_that_does_not_fit_the_stated_gpu_is_refused_with_what_does() 
     big.model.activation_checkpointing, big.learner.tokens_per_micro_batch = True, 8192
     for stated in ({}, {"gpu_memory_mib": 81920, "memory_mib": 1000}):
         make_plan(big, site(**stated), run_directory=RUN)
-    with pytest.raises(RecipeError, match=r"needs about .* GiB .*there are 15.6 GiB; use \d+ ranks"):
+    with pytest.raises(RecipeError, match=r"there are 15.6 GiB; use \d+ ranks"):
         make_plan(big, site(gpu_memory_mib=16000), run_directory=RUN)
 
 

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from prorl_hpc.learner import session
+from prorl_hpc.learner.checkpoint import read_state
 from prorl_hpc.learner.distributed import Ranks, RanksError, join
 from prorl_hpc.learner.launch import combined_code
 from prorl_hpc.recipe import Recipe
@@ -96,11 +97,22 @@ def test_two_ranks_train_as_one_and_take_over_from_each_other(tmp_path: Path) ->
     )
     expected = final(alone)
 
-    together = make_run(tmp_path / "two", short_recipe())
+    beside = short_recipe()
+    # Reading, publishing and saving beside training: the threads' groups change nothing.
+    beside.learner.deterministic, beside.algorithm.max_staleness = False, 50
+    together = make_run(tmp_path / "two", beside)
     assert train_with(together, 2) == "done"
-    mixed = make_run(tmp_path / "mixed", short_recipe())
+    assert read_state(together.checkpoint(6)).world == 2
+    mixed = make_run(tmp_path / "mixed", beside)
     assert train_with(mixed, 2, stop_after=8) != "done"
-    assert train_with(mixed, 1, stop_after=4) != "done"
+    left = iter(range(6))
+    alone_again = session.train(
+        mixed,
+        connect=lambda patience_seconds: fake,
+        read=fake.read,
+        stop_reason=lambda: None if next(left, None) is not None else "stopped by the test",
+    )
+    assert alone_again != "done"
     assert train_with(mixed, 2) == "done"
 
     for run in (together, mixed):
