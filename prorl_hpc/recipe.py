@@ -299,6 +299,8 @@ class BufferConfig:
     max_infrastructure_retries: int = 3
     peer_seconds: float = 3600.0
     """Without a learner or any rollout node for so long, the run ends and says who was missing."""
+    curriculum: bool = False
+    """Pass over most instances that were always, or never, solved when they last came up."""
 
 
 @dataclass(kw_only=True, slots=True)

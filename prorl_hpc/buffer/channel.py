@@ -10,8 +10,9 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
+import msgspec
 import zmq
 import zmq.asyncio
 
@@ -32,6 +33,8 @@ from prorl_hpc.buffer.messages import (
 
 Locate = Callable[[], str | None]
 """Where the buffer is now (`tcp://host:port`); None while it isn't up."""
+
+R = TypeVar("R", bound=msgspec.Struct)
 
 RESEND_SECONDS = 5.0
 BULK_RESEND_SECONDS = 30.0
@@ -90,6 +93,24 @@ def gone(address: str | None, *, seconds: float) -> BufferGone:
     return BufferGone(
         f"no answer from the buffer at {where} for {seconds:.0f} s; look at logs/buffer of the run"
     )
+
+
+def locator(locate: Locate | str) -> Locate:
+    """A way to the buffer from its address, or the way itself."""
+    if isinstance(locate, str):
+        address: str = locate
+        return lambda: address
+    return locate
+
+
+def expect(reply: object, want: type[R]) -> R:
+    """The reply, which must be of that type."""
+    if not isinstance(reply, want):
+        raise WireError(
+            f"the buffer answered {type(reply).__name__} where {want.__name__} was expected; "
+            "use one version of prorl-hpc for the whole run"
+        )
+    return reply
 
 
 class BlockingChannel:

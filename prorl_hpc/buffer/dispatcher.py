@@ -12,6 +12,7 @@ from enum import StrEnum
 
 from prorl_hpc.buffer.capacity import Capacity
 from prorl_hpc.buffer.config import BufferConfig
+from prorl_hpc.buffer.curriculum import SOLVED
 from prorl_hpc.buffer.groups import Location, OpenGroup, SlotState, reference
 from prorl_hpc.buffer.handout import Handout
 from prorl_hpc.buffer.leases import LeaseBook
@@ -26,14 +27,22 @@ from prorl_hpc.buffer.manifest import (
     Validation,
     live_shards,
 )
-from prorl_hpc.buffer.messages import VALIDATION_BASE, Claim, GroupIds, GroupRef
-from prorl_hpc.buffer.mixture import Mixture, group_seed
-from prorl_hpc.buffer.validation import IDS_PER_VERSION, ValidationSet
+from prorl_hpc.buffer.messages import (
+    VALIDATION_BASE,
+    Claim,
+    GroupIds,
+    GroupRef,
+    ValidationReply,
+)
+from prorl_hpc.buffer.mixture import group_seed
+from prorl_hpc.buffer.opening import Opening
 from prorl_hpc.records import Kind, Lease, Trajectory
 
 GRACE_SECONDS = 5.0
 """A younger lease isn't missed in a heartbeat: its reply may still be on its way."""
 CLAIM_SECONDS = 5.0
+MAX_FAILURE_KINDS = 30
+MAX_FAILURE_CHARACTERS = 160
 
 
 class Admission(StrEnum):
@@ -58,15 +67,15 @@ class Dispatcher:
             batch_groups=config.batch_groups, max_staleness=config.max_staleness
         )
         self.leases = LeaseBook(lease_seconds=config.lease_seconds, first_id=first_lease_id)
+        self.opening = Opening(config, capacity=self.capacity)
+        self.failures: Counter[str] = Counter()
         self.handout = Handout(deterministic=config.deterministic)
         self.open: dict[int, OpenGroup] = {}
         self.closed: dict[int, Closed] = {}
         self.dropped: set[int] = set()
-        self._mixture = Mixture(config.tasks, seed=config.seed)
         self._next_group = 0
         self._needy: set[int] = set()
         self._closing: dict[int, Closed | Dropped] = {}
-        self._validations: dict[int, ValidationSet] = {}
         self._lines: list[Line] = []
         self._moves = Moves()
         self._hold_until = float("-inf")
@@ -140,6 +149,7 @@ class Dispatcher:
         if not t.outcome.usable and self._retry(group, t, now=now):
             return Admission.retry
         slot.state = SlotState.writing
+        slot.solved = None if t.reward is None else t.reward >= SOLVED
         group.instance_id = t.instance_id
         if group.deadline is None:
             group.deadline = now + self.config.group_deadline_seconds
@@ -161,6 +171,9 @@ class Dispatcher:
             self.counters["lease_expired"] += 1
             self._end_lease(lease_id, now=now)
         for group in list(self.open.values()):
+            if group.kind is Kind.validation and group.deadline is None and self._due(group, now):
+                # It ends even if no node ever takes it: the learner waits for it.
+                group.deadline = now + self.config.group_deadline_seconds
             if group.deadline is not None and now >= group.deadline and not group.writing:
                 self._overdue(group, now=now)
 
@@ -203,21 +216,26 @@ class Dispatcher:
 
     def validate(self, *, version: int, counts: dict[str, int], num_rollouts: int) -> None:
         """Opens the groups of a validation; again for the same version: nothing changes."""
-        if version not in self._validations:
+        if self.opening.validation(version) is None:
             line = Validation(version=version, counts=counts, num_rollouts=num_rollouts)
             self._open_validation(line)
             self._lines.append(line)
 
-    def validation_results(self, version: int) -> tuple[list[GroupRef] | None, int]:
-        """(groups when all are closed or dropped, number dropped); None: not yet, or unknown."""
-        wanted = self._validations.get(version)
+    def validation_results(self, version: int) -> ValidationReply:
+        """What there is of a validation, and what is missing."""
+        wanted = self.opening.validation(version)
         if wanted is None:
-            return None, 0
+            return ValidationReply(groups=None)
         ids = wanted.group_ids
-        if any(g not in self.closed and g not in self.dropped for g in ids):
-            return None, 0
-        refs = [reference(self.closed[g]) for g in ids if g in self.closed]
-        return refs, len(ids) - len(refs)
+        refs = tuple(reference(self.closed[g]) for g in ids if g in self.closed)
+        num_dropped = sum(g in self.dropped for g in ids)
+        num_open = len(ids) - len(refs) - num_dropped
+        return ValidationReply(
+            groups=refs if num_open == 0 else None,
+            num_dropped=num_dropped,
+            num_open=num_open,
+            closed=() if num_open == 0 else refs,
+        )
 
     # --- durable facts
 
@@ -272,6 +290,7 @@ class Dispatcher:
         """
         lost = {line.number for line in lines if isinstance(line, Quarantined)}
         self._moves = Moves(lines)
+        self.opening.restore(lines)
         self.capacity.restore(lines)
         for line in lines:
             if isinstance(line, Validation):
@@ -350,6 +369,11 @@ class Dispatcher:
         version = self.handout.version if self.handout.announced else None
         return version is None or (group.policy_version or 0) <= version
 
+    def _due(self, group: OpenGroup, now: float) -> bool:
+        """Whether there are nodes that should be at work on the group."""
+        present = self.leases.num_workers(now=now) > 0
+        return present and self.handout.announced and self._timely(group)
+
     def _lease(self, group: OpenGroup, rollouts: list[int], *, worker: str, now: float) -> Lease:
         lease_id = self._grant(group, rollouts, worker=worker, now=now)
         assert group.deadline is not None
@@ -379,6 +403,9 @@ class Dispatcher:
     def _retry(self, group: OpenGroup, t: Trajectory, *, now: float) -> bool:
         """Notes an infrastructure failure; whether the rollout is to be tried again."""
         self.counters[f"failure/{t.task}"] += 1
+        what = f"{t.task}: {t.detail or t.finish_reason}"[:MAX_FAILURE_CHARACTERS]
+        full = what not in self.failures and len(self.failures) >= MAX_FAILURE_KINDS
+        self.failures["others" if full else what] += 1
         slot = group.slots[t.rollout_index]
         slot.num_failures += 1
         if slot.num_failures > self.config.max_infrastructure_retries:
@@ -414,6 +441,7 @@ class Dispatcher:
         if isinstance(line, Closed):
             self.counters[f"closed_{line.reason}"] += 1
             self.closed[line.group] = self._moves.of(line)
+            self.opening.note(line)
             self.handout.add(line)
             return
         self.counters["dropped"] += 1
@@ -472,28 +500,14 @@ class Dispatcher:
     def _make(self, group_id: int) -> OpenGroup | None:
         if group_id < VALIDATION_BASE:
             return self._open(group_id)
-        wanted = self._validations.get((group_id - VALIDATION_BASE) // IDS_PER_VERSION)
-        if wanted is not None:
-            self._enter(wanted.open_group(group_id))
-        return self.open.get(group_id)
+        group = self.opening.validated(group_id)
+        return None if group is None else self._enter(group)
 
     def _open(self, group_id: int) -> OpenGroup:
-        version = self.capacity.version_of(group_id)
-        task, index = self._mixture.pick(group_id)
-        stage = self.config.stage(version)
-        number = self.config.rollouts_of(task, stage=stage)
-        return self._enter(
-            OpenGroup(
-                group_id=group_id,
-                kind=Kind.train,
-                task=task,
-                instance_index=index,
-                num_rollouts=number,
-                min_usable=min(self.config.min_usable, number),
-                policy_version=version if self.config.deterministic else None,
-                context_tokens=stage.context_tokens if stage is not None else None,
-            )
-        )
+        group, line = self.opening.train(group_id)
+        if line is not None:
+            self._lines.append(line)
+        return self._enter(group)
 
     def _enter(self, group: OpenGroup) -> OpenGroup:
         self.open[group.group_id] = group
@@ -501,7 +515,7 @@ class Dispatcher:
         return group
 
     def _open_validation(self, line: Validation) -> None:
-        wanted = self._validations[line.version] = ValidationSet(line)
+        wanted = self.opening.add_validation(line)
         for group_id in wanted.group_ids:
             if not self._known(group_id):
                 self._enter(wanted.open_group(group_id))

@@ -68,6 +68,9 @@ class Closed(Line, frozen=True, kw_only=True):
     rollouts: tuple[tuple[int, int, int, bool], ...]
     """(rollout index, shard, row, usable) of everything durable, masked rollouts included."""
     reason: str
+    num_solved: int = 0
+    num_known: int = 0
+    """Rewards that were known when it closed, and how many of them count as solved."""
 
     def touches(self, shard: int) -> bool:
         """Whether a usable rollout lies in that shard."""
@@ -80,6 +83,13 @@ class Dropped(Line, frozen=True, kw_only=True):
     group: int
     kind: Kind
     reason: str
+
+
+class Chosen(Line, frozen=True, kw_only=True):
+    """The instance that the curriculum chose for a training group."""
+
+    group: int
+    index: int
 
 
 class Limit(Line, frozen=True, kw_only=True):
@@ -110,7 +120,9 @@ class Finished(Line, frozen=True, kw_only=True):
     reason: str
 
 
-AnyLine = Owner | Shard | Merged | Closed | Dropped | Limit | Validation | Quarantined | Finished
+AnyLine = (
+    Owner | Shard | Merged | Closed | Dropped | Chosen | Limit | Validation | Quarantined | Finished
+)
 
 _decoder = msgspec.json.Decoder(AnyLine)
 _encoder = msgspec.json.Encoder()

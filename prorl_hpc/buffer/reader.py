@@ -24,12 +24,14 @@ class GroupReader:
 
     def read(self, ref: GroupRef) -> Group:
         """The group's usable trajectories. Raises ShardDamaged (with `.shard`), ManifestError."""
+        trajectories = tuple(self._trajectory(shard, row) for shard, row in ref.members)
         return Group(
             group_id=ref.group_id,
             kind=ref.kind,
             task=ref.task,
-            instance_id=ref.instance_id,
-            trajectories=tuple(self._trajectory(shard, row) for shard, row in ref.members),
+            # A group that was finished over a restart has its name in the trajectories alone.
+            instance_id=ref.instance_id or next((t.instance_id for t in trajectories), ""),
+            trajectories=trajectories,
         )
 
     def close(self) -> None:

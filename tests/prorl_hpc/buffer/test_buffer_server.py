@@ -136,6 +136,7 @@ def test_validation_is_pinned_and_comes_first(tmp_path: Path) -> None:
         learner.published(3)
         learner.validate(3, {"sums": 2}, 2)
         assert learner.validation_results(3) is None
+        assert learner.validation_progress(3).num_open == 2
 
         async def node() -> None:
             client = await buffer.rollout()
@@ -223,6 +224,7 @@ def test_infrastructure_failures_are_retried_then_masked(tmp_path: Path) -> None
         assert len(ref.members) == 3
         counters = learner.status().counters
         assert (counters["failure/sums"], counters["masked"]) == (2, 1)
+        assert learner.status().failures == {"sums: stop": 2}
         learner.close()
 
 
