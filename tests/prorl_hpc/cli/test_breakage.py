@@ -221,6 +221,7 @@ def test_run_that_is_empty_or_deleted_meanwhile(
         ["submit", "recipe=quickstart", "run_root=runs/r/recipe.yaml", "--dry-run"],
         ["submit", "recipe=quickstart", "\udcff=1"],
         ["demo", "--seeds", "x"],
+        ["demo", "--seeds", "0"],
     ],
     ids=" ".join,
 )
