@@ -13,7 +13,7 @@ from pathlib import Path
 
 from hpc import ledger, local
 from hpc.groups import members
-from prorl_hpc.buffer.manifest import Closed, Shard, valid_lines
+from prorl_hpc.buffer.manifest import Closed, live_shards, valid_lines
 from prorl_hpc.buffer.messages import VALIDATION_BASE
 from prorl_hpc.buffer.shard import OpenShard
 from prorl_hpc.learner.checkpoint import LearnerState, checkpoint_steps, read_state
@@ -200,7 +200,7 @@ class Session:
         ids = {line.group for line in closed if line.group < VALIDATION_BASE}
         assert set(state.consumed) <= ids
         assert not list(self.run.quarantine.iterdir())
-        for shard in (line for line in lines if isinstance(line, Shard)):
+        for shard in live_shards(lines).values():
             path = self.run.shard(shard.number)
             reader = OpenShard(path, number=shard.number, sha256=shard.sha256)
             for row, (group, rollout, _) in enumerate(shard.rows):
