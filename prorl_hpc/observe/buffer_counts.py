@@ -70,13 +70,23 @@ def describe_counts(counts: BufferCounts, *, ago: str = "") -> str:
     told = [f"{_count(counters[key])} {words}" for key, words in WORDS if _count(counters.get(key))]
     if told:
         lines.append(f"rollouts: {', '.join(told)}")
-    failures = failures_by_task(counters)
+    failures = failures_by_kind(counts.status) or failures_by_task(counters)
     if failures:
         text = ", ".join(f"{task} {count}" for task, count in failures.items())
         lines.append(f"infrastructure failures: {text}")
     if counts.status.get("note"):
         lines.append(f"buffer says: {counts.status['note']}")
     return "\n".join(lines)
+
+
+def failures_by_kind(status: Mapping[str, Any]) -> dict[str, int]:
+    """Rollouts lost by `task: what went wrong`, the most frequent first; at most 5."""
+    found = status.get("failures")
+    kinds = (
+        {str(key): _count(value) for key, value in found.items()} if isinstance(found, dict) else {}
+    )
+    ordered = sorted(kinds.items(), key=lambda item: (-item[1], item[0]))
+    return dict([(key, count) for key, count in ordered if count][:5])
 
 
 def failures_by_task(counters: Mapping[str, Any]) -> dict[str, int]:

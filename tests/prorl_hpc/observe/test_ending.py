@@ -131,3 +131,13 @@ def test_recorded_counts_survive_what_a_file_may_hold(tmp_path: Path) -> None:
     assert odd is not None
     assert "0 rollout nodes" in describe_counts(odd)
     assert failures_by_task({"failure/a": "x", "failure/b": 2}) == {"b": 2}
+
+
+def test_failures_are_told_by_kind_where_the_buffer_says_them() -> None:
+    kinds = {f"swe: cause {number}": number for number in range(8)}
+    status = {"counters": {"failure/swe": 28}, "failures": kinds | {"swe: odd": "x"}}
+    line = describe_counts(BufferCounts(status=status, age_seconds=0.0)).splitlines()[-1]
+    # the five most frequent of 0..7; text counts as nothing
+    assert line == "infrastructure failures: " + ", ".join(
+        f"swe: cause {number} {number}" for number in (7, 6, 5, 4, 3)
+    )
