@@ -178,9 +178,12 @@ def _write(path: Path, data: bytes) -> None:
 def _put_in_place(temporary: Path, target: Path, *, files: dict[str, str]) -> None:
     publish(temporary / MANIFEST, data=msgspec.json.encode(_Manifest(format=FORMAT, files=files)))
     sync_tree(temporary)
-    _remove(target)
+    # The old one is only removed, which may take long, once the new one has its name.
+    grave = _set_aside(target)
     temporary.rename(target)
     sync_directory(target.parent)
+    if grave is not None:
+        shutil.rmtree(grave, ignore_errors=True)
 
 
 def load_newest(
@@ -362,8 +365,15 @@ def _aside(target: Path) -> Path:
     return target.with_name(f".{target.name}.{secrets.token_hex(6)}.tmp")
 
 
+def _set_aside(target: Path) -> Path | None:
+    if not target.exists():
+        return None
+    grave = _aside(target)
+    target.rename(grave)
+    return grave
+
+
 def _remove(target: Path) -> None:
-    if target.exists():
-        grave = _aside(target)
-        target.rename(grave)
+    grave = _set_aside(target)
+    if grave is not None:
         shutil.rmtree(grave, ignore_errors=True)

@@ -191,6 +191,8 @@ class Loop:
             return True
         score = None
         if self._validation_due(state.step):
+            # What was validated is part of every later history only once its checkpoint is whole.
+            self.outputs.settle()
             mine = self._asking(self._validate) if self.ranks.is_first else None
             line = self.ranks.broadcast(mine or Interrupted())
             if isinstance(line, Interrupted):

@@ -5,13 +5,14 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from hpc.errors import EXIT_CONTINUE, EXIT_DONE, EXIT_USER
 from prorl_hpc.buffer.keys import make_keys
-from prorl_hpc.buffer.messages import BufferGone, Fenced, GroupIds, GroupRef
+from prorl_hpc.buffer.messages import VALIDATION_BASE, BufferGone, Fenced, GroupIds, GroupRef
 from prorl_hpc.buffer.shard import ShardDamaged
 from prorl_hpc.learner import output, session
 from prorl_hpc.learner.algorithm_error import AlgorithmError
@@ -298,6 +299,49 @@ def test_a_damaged_shard_is_reported_and_its_group_taken_again(tmp_path: Path) -
     assert go(run, fake) == "done"
     assert told(fake, "damaged") == [(7, 2)]
     assert list(read_state(run.checkpoint(1)).consumed) == list(range(8))
+
+
+def test_a_damaged_shard_of_a_validation_is_reported_and_read_again(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", replace(tiny_recipe(), steps=1))
+    fake = client()
+    real, damaged = fake.read, []
+
+    def read(ref: GroupRef) -> Group:
+        if ref.group_id == VALIDATION_BASE + 3 and not damaged:
+            damaged.append(ref)
+            raise ShardDamaged("shard 7 is damaged", shard=7)
+        return real(ref)
+
+    fake.read = read  # type: ignore[method-assign]
+    assert go(run, fake) == "done"
+    assert told(fake, "damaged") == [(7, VALIDATION_BASE + 3)]
+    assert [line.tasks["letters"].instances for line in read_validations(run.validation)] == [8, 8]
+
+
+def test_what_is_validated_has_its_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long writing beside training takes: a crash must not validate a version twice."""
+    recipe = tiny_recipe(max_staleness=50)
+    recipe.learner.deterministic = False
+    run = make_run(tmp_path / "run", recipe)
+    fake = client()
+    real, asked = output.write_checkpoint, threading.Event()
+
+    def slow(*args: Any, **settings: Any) -> Path:
+        asked.wait(timeout=0.5)  # a validation that is asked for before ends this wait, and fails
+        return real(*args, **settings)
+
+    def validate(version: int, counts: dict[str, int], num_rollouts: int) -> None:
+        whole = version in (0, *checkpoint_steps(run))
+        if version:
+            asked.set()
+        assert whole
+
+    monkeypatch.setattr(output, "write_checkpoint", slow)
+    fake.validate = validate  # type: ignore[method-assign]
+    assert go(run, fake) == "done"
+    assert asked.is_set()
 
 
 def test_no_batch_within_the_bound_says_so(tmp_path: Path) -> None:
