@@ -4,7 +4,9 @@ Waits are bounded and name who is missing. Knows how the parts fit; does no work
 """
 
 import asyncio
+import hashlib
 import logging
+import shutil
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -71,7 +73,7 @@ async def work(run: Run, *, allocation: Allocation, stop: StopFlag) -> End:
         )
         client = await unless_stopped(connecting, stop)
         stack.push_async_callback(client.close)
-        spool = Spool(spool_directory(allocation), limit_bytes=recipe.rollout.spool_bytes)
+        spool = Spool(spool_directory(run, allocation), limit_bytes=recipe.rollout.spool_bytes)
         stack.callback(spool.close)
         metrics = stack.enter_context(MetricsWriter(run.metrics("rollout", index=allocation.index)))
         worker = Worker(
@@ -104,9 +106,18 @@ def worker_name(allocation: Allocation) -> str:
     return f"{allocation.job}-{allocation.index}"
 
 
-def spool_directory(allocation: Allocation) -> Path:
-    """Beside the attempts' own directories, so that it outlives one of them on this node."""
-    return allocation.scratch.parent / "spool"
+def spool_directory(run: Run, allocation: Allocation) -> Path:
+    """Beside the attempts' own directories, so that it outlives one of them on this node.
+
+    Named by the run's keys, and the only one: a run that was deleted and submitted again at the
+    same path has the same group ids, and must not be handed what its namesake left.
+    """
+    public = load_client_keys(run, role="rollout").server_public
+    mine = allocation.scratch.parent / f"spool-{hashlib.sha256(public).hexdigest()[:12]}"
+    for other in allocation.scratch.parent.glob(f"spool-{12 * '?'}"):
+        if other != mine:
+            shutil.rmtree(other, ignore_errors=True)
+    return mine
 
 
 def environments_directory(allocation: Allocation) -> Path:

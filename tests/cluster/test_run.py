@@ -11,7 +11,7 @@ import pytest
 from hpc import ledger
 from tests.prorl_hpc.run_helpers import RECIPES, ROOT, Session
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 
 HOSTILE = 'it\'s "so" $HOME `id` #1'
 CLUSTER = [
@@ -32,7 +32,7 @@ class ClusterSession(Session):
         done = self.cluster.run(
             [str(ROOT / ".venv/bin/python"), "-m", "prorl_hpc.cli", *arguments],
             env={"PRORL_RUN_ROOT": str(self.runs), "PYTHONPATH": str(ROOT)},
-            timeout=240,
+            timeout=600,
         )
         if code is not None:
             assert done.returncode == code, f"{arguments}: {done.stdout}{done.stderr}"

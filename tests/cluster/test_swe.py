@@ -9,6 +9,8 @@ import pytest
 from hpc.files import asset_directory
 from prorl_hpc.agents.replay import DESTRUCTIVE
 
+pytestmark = pytest.mark.timeout(1800)
+
 CHOSEN = ("xmltodict-1.0.3", "cachetools-7.2.1")
 
 
@@ -32,7 +34,7 @@ class Site:
         done = self.call("images", "import", "swe", str(apptainer.sif))
         assert done.returncode == 0, done.stderr
 
-    def call(self, *arguments: str, timeout: float = 400.0) -> Any:
+    def call(self, *arguments: str, timeout: float = 1000.0) -> Any:
         argv = ["python", "-m", "prorl_hpc.cli", *arguments]
         return self.cluster.run(argv, cwd=self.root, env=self.env, timeout=timeout)
 
@@ -88,7 +90,7 @@ def test_the_recipe_end_to_end(site: Site) -> None:
 @pytest.mark.process
 def test_every_attack_ends_as_a_typed_outcome(apptainer: Any) -> None:
     script = Path(__file__).resolve().with_name("swe_steps.py")
-    done = apptainer.user.run(["python", "-B", str(script), str(apptainer.rootfs)], timeout=500.0)
+    done = apptainer.user.run(["python", "-B", str(script), str(apptainer.rootfs)], timeout=1000.0)
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout.splitlines()[-1])
     assert set(told) == set(DESTRUCTIVE)

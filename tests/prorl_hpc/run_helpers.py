@@ -21,7 +21,7 @@ from prorl_hpc.run import Run
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "tests" / "recipes"
-DEADLINE_SECONDS = 400.0
+DEADLINE_SECONDS = 700.0
 
 
 @dataclass(kw_only=True, slots=True)

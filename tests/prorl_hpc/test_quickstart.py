@@ -29,7 +29,7 @@ OVERRIDES = (
     "tasks.spell_backward.validation_size=16",
 )
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.timeout(1500)]
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def demo(tmp_path_factory):
         capture_output=True,
         text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
-        timeout=540,
+        timeout=1400,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]

@@ -239,7 +239,7 @@ def command(argv: list[str], *, stdout: int) -> subprocess.CompletedProcess[byte
     return subprocess.run(
         [sys.executable, "-m", "prorl_hpc.cli", *argv],
         env={**environment, "COLUMNS": "20", "LC_ALL": "C", "PYTHONUTF8": "0"},
-        timeout=120, check=False, stdout=stdout, stderr=subprocess.PIPE,
+        timeout=300, check=False, stdout=stdout, stderr=subprocess.PIPE,
     )  # fmt: skip
 
 

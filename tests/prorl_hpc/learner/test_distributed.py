@@ -21,7 +21,7 @@ from tests.fakes.learner_client import FakeClient
 
 from .conftest import VOCABULARY, make_run, tiny_recipe
 
-DEADLINE_SECONDS = 240
+DEADLINE_SECONDS = 500
 ROOT = Path(__file__).resolve().parents[3]
 
 
@@ -86,6 +86,7 @@ def final(run: Run) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.process
+@pytest.mark.timeout(1800)
 def test_two_ranks_train_as_one_and_take_over_from_each_other(tmp_path: Path) -> None:
     alone = make_run(tmp_path / "one", short_recipe())
     fake = FakeClient(vocabulary=VOCABULARY)

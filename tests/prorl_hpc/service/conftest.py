@@ -84,7 +84,7 @@ async def serving(
 
 def run(test: Any) -> None:
     async def bounded() -> None:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(300):
             await test
 
     asyncio.run(bounded())
