@@ -6,7 +6,6 @@ Queues nothing. The frozen plan and site are what every later command reads.
 import sys
 import sysconfig
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 
@@ -14,13 +13,10 @@ import hpc
 from hpc import ledger, slurm
 from hpc.errors import PlanError, RunNotFound, SiteError, SubmitError
 from hpc.files import asset_directory, publish
-from hpc.keys import unknown_key
 from hpc.plan import FORMAT, Job, Plan
 from hpc.render import SHAPES, Interpreter, chunks, render, shape
 from hpc.rundir import RunDirectory
 from hpc.site import Backend, Placement, Site
-
-Decoded = TypeVar("Decoded")
 
 
 def templates() -> dict[str, str]:
@@ -118,23 +114,15 @@ def prepare(run: RunDirectory, *, plan: Plan, site: Site) -> list[Path]:
 def load(run: RunDirectory) -> tuple[Plan, Site]:
     """The frozen plan and site. Raises RunNotFound or PlanError naming the file."""
     try:
-        plan = _decode(run.plan, Plan)
-        site = _decode(run.site, Site)
+        plan = msgspec.json.decode(run.plan.read_bytes(), type=Plan)
+        site = msgspec.json.decode(run.site.read_bytes(), type=Site)
     except FileNotFoundError as err:
         raise RunNotFound(f"{run.root} is no run directory: {err.filename} is missing") from err
-    except (msgspec.DecodeError, UnicodeDecodeError) as err:
+    except msgspec.DecodeError as err:
         raise PlanError(f"plan.json or site.json in {run.root} is damaged: {err}") from err
     if plan.format > FORMAT:
         raise PlanError(f"{run.plan} has format {plan.format}, newer than {FORMAT}; update")
     return plan, site
-
-
-def _decode(path: Path, kind: type[Decoded]) -> Decoded:
-    data = msgspec.json.decode(path.read_bytes())
-    wrong = unknown_key(data, kind)
-    if wrong is not None:
-        raise PlanError(f"{path}: {wrong}")
-    return msgspec.convert(data, kind)
 
 
 def readme(plan: Plan, site: Site) -> str:

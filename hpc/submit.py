@@ -170,12 +170,11 @@ def scale(run_directory: Path, job_name: str, count: int) -> None:
     if run.stop_request.exists():
         raise SubmitError(f"run {run.name!r} was cancelled; `prorl-hpc resume` goes on")
     with _alone(run):
-        if site.backend is Backend.local and local.supervisor_pid(run) is None:
-            raise SubmitError(f"run {run.name!r} isn't running; `prorl-hpc resume` goes on")
         run.desired(job.name).parent.mkdir(exist_ok=True)
         publish(run.desired(job.name), data=f"{count}\n".encode())
         if site.backend is Backend.local:
-            local.notify(run, number=signal.SIGHUP)  # one that ends just now reads it at a resume
+            if not local.notify(run, number=signal.SIGHUP):
+                raise SubmitError(f"run {run.name!r} isn't running; `prorl-hpc resume` goes on")
             return
         found = [state for state in states(run) if state.job == job.name]
         surplus = [s for s in found if s.index >= count and s.phase in (*ALIVE, Phase.unknown)]
