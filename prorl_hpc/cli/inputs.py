@@ -8,10 +8,15 @@ import re
 from pathlib import Path
 
 from hpc.errors import UserError
+from prorl_hpc.cli.runs import run_root as runs_root
 from prorl_hpc.recipe import ModelConfig, Recipe, RecipeError
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
+DEFAULT_RUN_ROOT = "runs"
+"""The schema's `run_root`: it follows $PRORL_RUN_ROOT, as the look-up of runs by name does."""
 
 
 def check_name(name: str) -> str:
@@ -44,7 +49,8 @@ def localise(recipe: Recipe) -> Recipe:
     model = recipe.model
     if model.path is not None and Path(model.path).expanduser().exists():
         model = dataclasses.replace(model, path=_absolute(model.path))
-    run_root = str(Path(recipe.run_root).expanduser().resolve())
+    root = runs_root() if recipe.run_root == DEFAULT_RUN_ROOT else Path(recipe.run_root)
+    run_root = str(root.expanduser().resolve())
     return dataclasses.replace(recipe, tasks=tasks, model=model, run_root=run_root)
 
 

@@ -83,6 +83,17 @@ def test_data_and_run_root_become_absolute(base: list[str], tmp_path: Path) -> N
     assert recipe.run_root == str(tmp_path / "runs")
 
 
+def test_runs_are_made_where_they_are_looked_up(
+    base: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PRORL_RUN_ROOT", str(tmp_path / "elsewhere"))
+    overrides = ["recipe=quickstart", "site=desk"]
+    recipe = compose_recipe(overrides, recipe_dir=Path(base[-1]), name=None)
+    assert recipe.run_root == str(tmp_path / "elsewhere")
+    chosen = compose_recipe([*overrides, "run_root=mine"], recipe_dir=Path(base[-1]), name=None)
+    assert chosen.run_root == str(tmp_path / "mine")
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
