@@ -7,7 +7,8 @@ from prorl_hpc.agents.episode import Agent
 from prorl_hpc.agents.render import observation_renderer
 from prorl_hpc.agents.single_turn import SingleTurn
 from prorl_hpc.agents.tools import TOOLS, Tools
-from prorl_hpc.recipe import AgentKind, TaskConfig
+from prorl_hpc.choices import AgentKind
+from prorl_hpc.recipe import TaskConfig
 
 
 def make_agent(config: TaskConfig, *, tokenizer: Any) -> Agent:

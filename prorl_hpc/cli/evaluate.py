@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpc.errors import UserError
+from prorl_hpc.choices import EngineKind
 from prorl_hpc.cli.inputs import check_output
 from prorl_hpc.cli.runs import find_run
 from prorl_hpc.cli.table import table
-from prorl_hpc.recipe import EngineKind, Recipe, load_recipe
+from prorl_hpc.recipe import Recipe, load_recipe
 
 if TYPE_CHECKING:
     from prorl_hpc.evaluation.evaluate import Evaluation

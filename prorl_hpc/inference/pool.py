@@ -4,8 +4,9 @@ from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
+from prorl_hpc.choices import EngineKind
 from prorl_hpc.inference.engine import Engine
-from prorl_hpc.recipe import EngineKind, Recipe, RecipeError
+from prorl_hpc.recipe import Recipe, RecipeError
 
 Factory = Callable[..., Engine]
 """(recipe, *, path, version) -> an engine that isn't started yet."""

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from prorl_hpc.choices import KlPlace
 from prorl_hpc.learner.advantage import compute_advantages
 from prorl_hpc.learner.algorithm_error import AlgorithmError
 from prorl_hpc.learner.batches import (
@@ -38,7 +39,7 @@ from prorl_hpc.learner.objective import (
 )
 from prorl_hpc.learner.optimizer import clip_gradients, set_learning_rate
 from prorl_hpc.learner.reference import Reference
-from prorl_hpc.recipe import AlgorithmConfig, KlPlace
+from prorl_hpc.recipe import AlgorithmConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -20,10 +20,11 @@ from prorl_hpc.agents.registry import make_agent
 from prorl_hpc.agents.render import load_tokenizer, render_prompt
 from prorl_hpc.buffer.client import RolloutClient, locate_buffer
 from prorl_hpc.buffer.keys import load_client_keys
+from prorl_hpc.choices import EnvironmentKind
 from prorl_hpc.inference.pool import make_engine
 from prorl_hpc.observe.metrics import MetricsWriter
 from prorl_hpc.policy import PolicyError, latest_version, verify_policy
-from prorl_hpc.recipe import EnvironmentKind, Recipe, load_recipe
+from prorl_hpc.recipe import Recipe, load_recipe
 from prorl_hpc.records import Kind
 from prorl_hpc.rollout.health import Health
 from prorl_hpc.rollout.pipeline import Parts, Pipeline

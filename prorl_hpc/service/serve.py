@@ -23,11 +23,12 @@ from hpc.errors import UserError
 from hpc.files import publish
 from prorl_hpc.agents.registry import make_agent
 from prorl_hpc.agents.render import load_tokenizer
+from prorl_hpc.choices import EnvironmentKind
 from prorl_hpc.inference.engine import Engine
 from prorl_hpc.inference.http_pool import HttpPool
 from prorl_hpc.inference.pool import make_engine
 from prorl_hpc.policy import MANIFEST, verify_policy
-from prorl_hpc.recipe import EnvironmentKind, Recipe
+from prorl_hpc.recipe import Recipe
 from prorl_hpc.rollout.pipeline import Parts
 from prorl_hpc.rollout.scoring import VerifierPool
 from prorl_hpc.rollout.versions import Versions

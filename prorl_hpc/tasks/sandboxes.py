@@ -8,8 +8,9 @@ from typing import Any
 from hpc.errors import ImageError
 from hpc.images import ImageStore
 from hpc.isolation import Feature
+from prorl_hpc.choices import EnvironmentKind
 from prorl_hpc.environment.base import Backend
-from prorl_hpc.recipe import EnvironmentKind, TaskConfig
+from prorl_hpc.recipe import TaskConfig
 from prorl_hpc.tasks.base import TaskError
 
 OPTIONS = frozenset({"image", "images", "accept_missing"})

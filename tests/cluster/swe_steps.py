@@ -13,8 +13,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from prorl_hpc.agents.replay import DESTRUCTIVE
+from prorl_hpc.choices import EnvironmentKind
 from prorl_hpc.environment import EnvironmentEnded, EnvironmentFactory
-from prorl_hpc.recipe import EnvironmentKind, TaskConfig
+from prorl_hpc.recipe import TaskConfig
 from prorl_hpc.tasks.swe.task import open_swe
 from tests.prorl_hpc.tasks.swe_bug import make_store
 

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from prorl_hpc.choices import Surrogate
 from prorl_hpc.compose import compose, options
-from prorl_hpc.recipe import RecipeError, Surrogate, dump_recipe, load_recipe
+from prorl_hpc.recipe import RecipeError, dump_recipe, load_recipe
 from tests.prorl_hpc.cli.support import recipe_directory
 
 

@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
+from prorl_hpc.choices import AgentKind
 from prorl_hpc.inference.engine import EngineError
 from prorl_hpc.inference.scripted import ScriptedEngine
-from prorl_hpc.recipe import AgentKind
 from prorl_hpc.records import Kind, Outcome
 from prorl_hpc.rollout.scoring import VerifierTimeout
 from prorl_hpc.run import Run

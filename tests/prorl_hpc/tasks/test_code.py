@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from prorl_hpc.choices import EnvironmentKind
 from prorl_hpc.environment.factory import EnvironmentFactory
-from prorl_hpc.recipe import EnvironmentKind, TaskConfig
+from prorl_hpc.recipe import TaskConfig
 from prorl_hpc.records import Kind, Outcome, Score
 from prorl_hpc.tasks.base import TaskError
 from prorl_hpc.tasks.code import CodeTask, make_code, program_in

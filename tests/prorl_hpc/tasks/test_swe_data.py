@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from prorl_hpc.choices import EnvironmentKind
 from prorl_hpc.environment.base import CommandResult
-from prorl_hpc.recipe import EnvironmentKind, TaskConfig
+from prorl_hpc.recipe import TaskConfig
 from prorl_hpc.records import Kind
 from prorl_hpc.tasks.base import TaskError
 from prorl_hpc.tasks.pypi_bugs import BuildError, build_pypi, fetch, site_key
