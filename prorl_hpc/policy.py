@@ -43,6 +43,11 @@ class PolicyManifest(msgspec.Struct, frozen=True, kw_only=True):
     files: dict[str, str]
     """sha256 of each file, by its name relative to the directory."""
 
+    @property
+    def digest(self) -> str:
+        """Tells two versions of one number apart: after a crash a number can be trained again."""
+        return hashlib.sha256(msgspec.json.encode(self, order="sorted")).hexdigest()
+
 
 class _Latest(msgspec.Struct, frozen=True, kw_only=True):
     format: int
@@ -141,6 +146,14 @@ def read_manifest(path: Path) -> PolicyManifest:
             f"policy {path} has format {manifest.format}, newer than {FORMAT}; update prorl-hpc"
         )
     return manifest
+
+
+def digest_at(path: Path) -> str:
+    """Digest of the version in `path`, its files unchecked; empty where no manifest is readable."""
+    try:
+        return read_manifest(path).digest
+    except PolicyError:
+        return ""
 
 
 def verify_policy(path: Path) -> PolicyManifest:

@@ -149,11 +149,14 @@ def _tokenizer_path(run: Run, version: int) -> Path:
 
 
 @asynccontextmanager
-async def engine_at(recipe: Recipe, run: Run, version: int) -> AsyncIterator[Any]:
-    """The engine, started with a verified version: this one, or the newest once it is gone."""
+async def engine_at(recipe: Recipe, run: Run, version: int) -> AsyncIterator[tuple[Any, str]]:
+    """The engine, started with a verified version: this one, or the newest once it is gone.
+
+    With it the digest of the manifest it was started from.
+    """
     while True:
         try:
-            engine = await _start_engine(recipe, run, version)
+            engine, digest = await _start_engine(recipe, run, version)
             break
         except (HpcError, OSError):
             newest = latest_version(run)
@@ -162,21 +165,21 @@ async def engine_at(recipe: Recipe, run: Run, version: int) -> AsyncIterator[Any
             log.info("version %d was removed meanwhile; starting with %d", version, newest)
             version = newest
     try:
-        yield engine
+        yield engine, digest
     finally:
         await engine.close()
 
 
-async def _start_engine(recipe: Recipe, run: Run, version: int) -> Any:
+async def _start_engine(recipe: Recipe, run: Run, version: int) -> tuple[Any, str]:
     path = run.policy(version)
-    await asyncio.to_thread(verify_policy, path)
+    manifest = await asyncio.to_thread(verify_policy, path)
     engine = make_engine(recipe, path=path, version=version)
     try:
         await engine.start()
     except BaseException:
         await engine.close()
         raise
-    return engine
+    return engine, manifest.digest
 
 
 async def _open_pipeline(
@@ -190,8 +193,8 @@ async def _open_pipeline(
     allocation: Allocation,
 ) -> tuple[Pipeline, Versions]:
     make_environment = _open_environments(stack, recipe, allocation)
-    engine = await stack.enter_async_context(engine_at(recipe, run, version))
-    versions = Versions(engine, run=run)
+    engine, digest = await stack.enter_async_context(engine_at(recipe, run, version))
+    versions = Versions(engine, run=run, digest=digest)
     scorer = VerifierPool(
         recipe.tasks,
         seed=recipe.seed,
