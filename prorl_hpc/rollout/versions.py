@@ -5,8 +5,9 @@ training) run while the engine holds exactly that; the others run at any time an
 whatever made each token. A newer version is loaded at once, unless bound rollouts still need the
 present one.
 
-A number alone doesn't name a version: a learner that crashed may train it again, with other weights.
-What the engine holds is known by number and manifest digest, and is compared with what is published.
+A number alone does not name a version: a learner that crashed may train it again, with other
+weights. What the engine holds is known by number and manifest digest, and is compared with what is
+published.
 """
 
 import asyncio
