@@ -24,6 +24,7 @@ from prorl_hpc.inference.engine import EngineError
 from prorl_hpc.inference.guard import GRACE_SECONDS
 from prorl_hpc.inference.http_pool import HttpPool
 from prorl_hpc.inference.server import Server
+from prorl_hpc.policy import digest_at
 
 log = logging.getLogger("prorl_hpc.inference")
 
@@ -205,6 +206,7 @@ class Fleet:
         """One process from its start to its end; True when it had come up."""
         version, path = self._pool.version, self._pool.path
         assert path is not None
+        digest = await asyncio.to_thread(digest_at, path)
         launch = self._make_launch(
             slot=slot,
             address=self._address(slot, attempt),
@@ -217,7 +219,7 @@ class Fleet:
         try:
             await process.start()
             server = await self._until_well(process, version)
-            await self._pool.join(server)
+            await self._pool.join(server, digest=digest)
             if not told.done():
                 told.set_result(None)
             ended = asyncio.create_task(process.wait())

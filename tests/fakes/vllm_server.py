@@ -1,5 +1,8 @@
 """A little HTTP server that speaks the part of vLLM's interface that we use. A fake, and says so.
 
+It answers whole or as server-sent events, and gives a request up when its client goes away. As
+with the real one, a stream's spans of versions come with its last event only.
+
 It has no model: token i of a completion is a function of seed, place and policy version, made one
 at a time so that updates fall between tokens. It takes vLLM's own command line; trouble is asked
 for through the environment:
@@ -11,6 +14,7 @@ for through the environment:
 import argparse
 import json
 import os
+import select
 import socket
 import sys
 import threading
@@ -36,6 +40,7 @@ class State:
         self.updating = False
         self.num_tokens = 0
         self.running = 0
+        self.aborted = 0
 
 
 def token_of(*, seed: int, place: int, version: str) -> int:
@@ -61,7 +66,8 @@ class Handler(BaseHTTPRequestHandler):
         elif self.path == "/v1/models":
             self.answer(200, {"data": [{"id": state.name}]})
         elif self.path == "/fake":
-            self.answer(200, {"num_tokens": state.num_tokens, "running": state.running})
+            counts = {"num_tokens": state.num_tokens, "running": state.running}
+            self.answer(200, counts | {"aborted": state.aborted})
         else:
             self.answer(404, {"error": "no such route"})
 
@@ -96,37 +102,68 @@ class Handler(BaseHTTPRequestHandler):
         if any(token >= VOCABULARY for token in body["token_ids"]):
             self.answer(400, {"error": {"message": "a token id is out of vocabulary"}})
             return
+        stream = bool(body.get("stream"))
+        if stream:
+            self.begin_events()
         ids: list[int] = []
         spans: list[dict[str, Any]] = []
-        reason = "length"
+        reason = None
         with state.gate:
             state.running += 1
         try:
-            while len(ids) < asked["max_tokens"] and reason == "length":
-                time.sleep(TOKEN_SECONDS)
-                with state.gate:
-                    while state.paused:
-                        state.gate.wait()
-                    version = state.version
-                    state.num_tokens += 1
+            while reason is None:
+                version = self.await_turn()
+                if self.client_is_gone():
+                    with state.gate:
+                        state.aborted += 1
+                    self.close_connection = True
+                    return
                 ids.append(token_of(seed=asked["seed"] or 0, place=len(ids), version=version))
                 if not spans or spans[-1]["version"] != version:
                     spans.append({"version": version, "start": len(ids) - 1, "end": len(ids) - 1})
                 spans[-1]["end"] = len(ids)
                 if ids[-1] in asked["stop_token_ids"]:
                     reason = "stop"
+                elif len(ids) >= asked["max_tokens"]:
+                    reason = "length"
+                if stream:
+                    done = spans if reason else None
+                    self.event({"choices": [choice_of(ids[-1:], reason, done)]})
         finally:
             with state.gate:
                 state.running -= 1
-        content = [{"token_id": token, "logprob": -0.5} for token in ids]
-        choice = {
-            "index": 0,
-            "finish_reason": reason,
-            "token_ids": ids,
-            "weight_versions": spans,
-            "logprobs": {"content": content},
-        }
-        self.answer(200, {"choices": [choice]})
+        if stream:
+            self.event("[DONE]")
+            self.chunk(b"")
+        else:
+            self.answer(200, {"choices": [choice_of(ids, reason, spans)]})
+
+    def await_turn(self) -> str:
+        """The version that makes the next token, once it may be made."""
+        time.sleep(TOKEN_SECONDS)
+        with self.state.gate:
+            while self.state.paused:
+                self.state.gate.wait()
+            self.state.num_tokens += 1
+            return self.state.version
+
+    def client_is_gone(self) -> bool:
+        readable, _, _ = select.select([self.connection], [], [], 0)
+        return bool(readable) and not self.connection.recv(1, socket.MSG_PEEK)
+
+    def begin_events(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+
+    def event(self, body: Any) -> None:
+        text = body if isinstance(body, str) else json.dumps(body)
+        self.chunk(f"data: {text}\n\n".encode())
+
+    def chunk(self, data: bytes) -> None:
+        self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data))
+        self.wfile.flush()
 
     def answer(self, status: int, body: Any) -> None:
         data = json.dumps(body).encode()
@@ -135,6 +172,18 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", "application/json")
         self.end_headers()
         self.wfile.write(data)
+
+
+def choice_of(ids: list[int], reason: str | None, spans: Any) -> dict[str, Any]:
+    """One choice of an answer, or of one event of it."""
+    content = [{"token_id": token, "logprob": -0.5} for token in ids]
+    return {
+        "index": 0,
+        "finish_reason": reason,
+        "token_ids": ids,
+        "weight_versions": spans,
+        "logprobs": {"content": content},
+    }
 
 
 class UnixServer(ThreadingHTTPServer):
