@@ -1,14 +1,12 @@
 """What a job's script does around its command: claims the attempt, records its end.
 
-Called by the scripts as `python -m hpc.start begin|end|scratch|resubmit`. Knows what an end
+Called by the scripts as `python -m hpc.start begin|end|refuse|scratch|resubmit`. Knows what an end
 means only through `hpc.attempts`; runs no command of the job itself.
 """
 
 import argparse
-import hashlib
 import os
 import shlex
-import shutil
 import signal
 import socket
 import sys
@@ -24,6 +22,7 @@ from hpc.attempts import TERMINATE, Attempt, Decision, Ending, Next, decide, wit
 from hpc.errors import EXIT_CONTINUE, EXIT_USER, HpcError, PlanError, UserError
 from hpc.files import publish
 from hpc.rundir import RunDirectory
+from hpc.scratch import attempt_directory, make_scratch, owner, remove_scratch
 
 LOCAL = "local-"
 """Job ids of the local backend begin so."""
@@ -111,28 +110,6 @@ def why_not(run: RunDirectory, job: str, *, index: int) -> str:
     return f"the job was scaled down to {desired}" if index >= desired else ""
 
 
-def scratch_directory(context: Context, *, attempt: int, environment: Mapping[str, str]) -> Path:
-    """Node-local directory of this attempt, below $TMPDIR where that exists on this node."""
-    temporary = environment.get("TMPDIR", "")
-    usable = temporary and os.access(temporary, os.W_OK | os.X_OK)
-    base = Path(temporary if usable else context.scratch_base)
-    key = hashlib.sha256(os.fsencode(context.run.root)).hexdigest()[:12]
-    return base / f"prorl-{os.getuid()}" / f"{key}-{context.job}-{context.index}" / str(attempt)
-
-
-def make_scratch(scratch: Path) -> None:
-    """Makes `scratch` for the user alone, and removes what dead attempts left on this node."""
-    user_directory = scratch.parent.parent
-    user_directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if user_directory.is_symlink() or user_directory.stat().st_uid != os.getuid():
-        raise UserError(f"{user_directory} belongs to someone else; set site.scratch or TMPDIR")
-    scratch.parent.mkdir(mode=0o700, exist_ok=True)
-    for old in scratch.parent.iterdir():
-        if old.name.isdigit() and int(old.name) < int(scratch.name):
-            shutil.rmtree(old, ignore_errors=True)
-    scratch.mkdir(mode=0o700, exist_ok=True)
-
-
 def deadline(context: Context, *, environment: Mapping[str, str], now: float) -> float | None:
     """When the walltime ends (Unix seconds): as Slurm says, else counted from now."""
     given = environment.get("SLURM_JOB_END_TIME", "")
@@ -143,14 +120,52 @@ def deadline(context: Context, *, environment: Mapping[str, str], now: float) ->
     return asked if asked is not None else now + 60.0 * context.walltime_minutes
 
 
-def begin(context: Context, *, environment: Mapping[str, str], now: float) -> str:
+def begin(
+    context: Context, *, environment: Mapping[str, str], now: float, script_pid: int | None = None
+) -> str:
     """Claims an attempt and records its start. Returns shell text for the script's `eval`."""
     reason = why_not(context.run, context.job, index=context.index)
     if reason:
         return f"exit 0 # {reason}\n"
     run, role, index = context.run, context.role, context.index
     attempt = claim_attempt(run, role, index=index)
-    progress = read_progress(run, role, index=index)
+    ends = deadline(context, environment=environment, now=now)
+    _record_start(context, attempt=attempt, deadline=ends, now=now)
+    scratch = attempt_directory(
+        Path(context.scratch_base),
+        run=run.root,
+        job=context.job,
+        index=index,
+        attempt=attempt,
+        temporary=environment.get("TMPDIR", ""),
+    )
+    try:
+        make_scratch(scratch, owner=owner(script_pid, deadline=ends), now=now)
+    except (OSError, UserError) as err:
+        _record_refusal(context, attempt=attempt, reason=f"no scratch directory: {err}", now=now)
+        raise
+    logs = run.attempt_logs(role, index=index, attempt=attempt)
+    variables = {
+        "PRORL_ATTEMPT": str(attempt),
+        "PRORL_JOB_ID": context.job_id,
+        "PRORL_DEADLINE": "" if ends is None else f"{ends:.0f}",
+        "PRORL_SCRATCH": str(scratch),
+        "PRORL_LOGS": str(logs),
+    }
+    return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in variables.items())
+
+
+def refuse(context: Context, *, line: str, now: float) -> None:
+    """Records an attempt that ended before its command: a line of `site.setup` failed."""
+    attempt = claim_attempt(context.run, context.role, index=context.index)
+    _record_start(context, attempt=attempt, deadline=None, now=now)
+    reason = f"site.setup failed on {socket.gethostname()}: {' '.join(line.split())}"
+    print(f"prorl-hpc: {reason}", file=sys.stderr)
+    _record_refusal(context, attempt=attempt, reason=reason, now=now)
+
+
+def _record_start(context: Context, *, attempt: int, deadline: float | None, now: float) -> None:
+    run, role, index = context.run, context.role, context.index
     entry = ledger.Start(
         time=now,
         job=context.job,
@@ -159,26 +174,11 @@ def begin(context: Context, *, environment: Mapping[str, str], now: float) -> st
         attempt=attempt,
         job_id=context.job_id,
         host=socket.gethostname(),
-        deadline=deadline(context, environment=environment, now=now),
-        progress=progress,
+        deadline=deadline,
+        progress=read_progress(run, role, index=index),
     )
     publish(run.attempt_start(role, index=index, attempt=attempt), data=msgspec.json.encode(entry))
     ledger.append(run.ledger, entry=entry)
-    scratch = scratch_directory(context, attempt=attempt, environment=environment)
-    try:
-        make_scratch(scratch)
-    except (OSError, UserError) as err:
-        _record_refusal(context, attempt=attempt, reason=f"no scratch directory: {err}", now=now)
-        raise
-    logs = run.attempt_logs(role, index=index, attempt=attempt)
-    variables = {
-        "PRORL_ATTEMPT": str(attempt),
-        "PRORL_JOB_ID": context.job_id,
-        "PRORL_DEADLINE": "" if entry.deadline is None else f"{entry.deadline:.0f}",
-        "PRORL_SCRATCH": str(scratch),
-        "PRORL_LOGS": str(logs),
-    }
-    return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in variables.items())
 
 
 def _record_refusal(context: Context, *, attempt: int, reason: str, now: float) -> None:
@@ -191,6 +191,12 @@ def _record_refusal(context: Context, *, attempt: int, reason: str, now: float) 
         next=Next.failed,
         reason=reason,
     )
+    _record_exit(context, entry)
+
+
+def _record_exit(context: Context, entry: ledger.Exit) -> None:
+    path = context.run.attempt_exit(context.role, index=context.index, attempt=entry.attempt)
+    publish(path, data=msgspec.json.encode(entry))
     ledger.append(context.run.ledger, entry=entry)
 
 
@@ -243,9 +249,7 @@ def record_end(
         reason=decision.reason,
         progress=progress,
     )
-    path = run.attempt_exit(role, index=index, attempt=attempt)
-    publish(path, data=msgspec.json.encode(entry))
-    ledger.append(run.ledger, entry=entry)
+    _record_exit(context, entry)
     return decision
 
 
@@ -272,7 +276,7 @@ def end(context: Context, *, code: int, asked: str, environment: Mapping[str, st
     decision = record_end(
         context, attempt=attempt, code=code, asked=asked, cancelled=cancelled, now=now
     )
-    shutil.rmtree(environment["PRORL_SCRATCH"], ignore_errors=True)
+    remove_scratch(Path(environment["PRORL_SCRATCH"]))
     word = action(decision, context=context, asked=asked)
     if word == "requeue":
         _requeued(context, attempt=attempt, new_id=context.job_id, how=word)
@@ -302,13 +306,27 @@ def _requeued(context: Context, *, attempt: int, new_id: str, how: str) -> None:
     ledger.append(context.run.ledger, entry=entry)
 
 
+def _scratch_here(environment: Mapping[str, str], *, remove: bool) -> None:
+    """This node's directory of a job of several nodes."""
+    scratch = Path(environment["PRORL_SCRATCH"])
+    if remove:
+        remove_scratch(scratch)
+        return
+    ends = environment.get("PRORL_DEADLINE", "")
+    deadline = float(ends) if ends.isdigit() else None
+    make_scratch(scratch, owner=owner(None, deadline=deadline), now=time.time())
+
+
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="hpc.start", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("begin", help="claim an attempt; prints shell text")
+    beginning = commands.add_parser("begin", help="claim an attempt; prints shell text")
+    beginning.add_argument("--script", type=int, help="process id of the script")
     ending = commands.add_parser("end", help="record how the command ended; prints what follows")
     ending.add_argument("--code", type=int, required=True)
     ending.add_argument("--asked", default="")
+    refusal = commands.add_parser("refuse", help="record that the site's setup failed")
+    refusal.add_argument("failed", metavar="LINE")
     scratch = commands.add_parser("scratch", help="make this node's scratch directory")
     scratch.add_argument("--remove", action="store_true")
     again = commands.add_parser("resubmit", help="sbatch the script again, for this index")
@@ -324,12 +342,16 @@ def main(argv: list[str] | None = None) -> int:
     try:
         context = Context.from_environment(os.environ)
         if options.command == "begin":
-            sys.stdout.write(begin(context, environment=os.environ, now=time.time()))
+            text = begin(
+                context, environment=os.environ, now=time.time(), script_pid=options.script
+            )
+            sys.stdout.write(text)
         elif options.command == "end":
             print(end(context, code=options.code, asked=options.asked, environment=os.environ))
+        elif options.command == "refuse":
+            refuse(context, line=options.failed, now=time.time())
         elif options.command == "scratch":
-            scratch = Path(os.environ["PRORL_SCRATCH"])
-            shutil.rmtree(scratch, ignore_errors=True) if options.remove else make_scratch(scratch)
+            _scratch_here(os.environ, remove=options.remove)
         else:
             resubmit(context, script=options.script, environment=os.environ)
     except (HpcError, OSError) as err:

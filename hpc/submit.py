@@ -98,11 +98,14 @@ def resume(run_directory: Path) -> None:
     if site.backend is Backend.slurm:
         check_cluster(plan, site)
     with _alone(run):
+        going = site.backend is Backend.local and local.supervisor_pid(run) is not None
         if run.stop_request.exists():
             _settle(run, plan, site)
             run.stop_request.unlink(missing_ok=True)
-        elif site.backend is Backend.local and local.supervisor_pid(run) is not None:
+        elif going:
             return
+        elif site.backend is Backend.local:  # a killed supervisor's jobs may still be ending
+            _settle(run, plan, site)
         found = states(run)
         if site.backend is Backend.slurm:
             trouble = [s.reason for s in found if s.phase is Phase.unknown and "squeue" in s.reason]
@@ -114,13 +117,13 @@ def resume(run_directory: Path) -> None:
         needed = without(unfinished(plan, finished=finished, wanted=wanted), alive)
         _record_resume(run, plan, needed, found)
         if site.backend is Backend.local:
-            local.wait_gone(run, seconds=SETTLE_SECONDS)
             local.start(run)
         else:
             submit(run, plan, site, wanted=needed)
 
 
 def _settle(run: RunDirectory, plan: Plan, site: Site) -> None:
+    """Waits until what was asked to end has ended. Raises SubmitError where it doesn't in time."""
     seconds = SETTLE_SECONDS + max((job.grace_seconds for job in plan.jobs), default=0)
     if site.backend is Backend.local:
         if not local.wait_gone(run, seconds=seconds):

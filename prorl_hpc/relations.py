@@ -1,13 +1,11 @@
 """What must hold between a recipe's values. Pure; single numbers are checked in `limits`."""
 
+from prorl_hpc.choices import EngineKind
 from prorl_hpc.recipe import Recipe, RecipeError
 
 
 def check_relations(recipe: Recipe) -> None:
     """Raises RecipeError naming the first values that can't work together."""
-    for key, value in _positive(recipe):
-        if isinstance(value, bool) or value <= 0:
-            raise RecipeError(f"{key}={value} must be above 0")
     if not recipe.tasks:
         raise RecipeError("tasks is empty; name at least one, e.g. tasks.puzzles.kind=logic")
     for name, task in recipe.tasks.items():
@@ -17,42 +15,7 @@ def check_relations(recipe: Recipe) -> None:
         raise RecipeError("the weights of all tasks are 0; give one a positive weight")
     _check_groups(recipe)
     _check_algorithm(recipe)
-
-
-def _positive(recipe: Recipe) -> list[tuple[str, float]]:
-    algorithm = recipe.algorithm
-    values: list[tuple[str, float]] = [
-        ("steps", recipe.steps),
-        ("algorithm.batch_groups", algorithm.batch_groups),
-        ("algorithm.num_rollouts", algorithm.num_rollouts),
-        ("algorithm.updates_per_step", algorithm.updates_per_step),
-        ("algorithm.learning_rate", algorithm.learning_rate),
-        ("algorithm.temperature", algorithm.temperature),
-        ("rollout.nodes", recipe.rollout.nodes),
-        ("rollout.max_new_tokens", recipe.rollout.max_new_tokens),
-        ("learner.nodes", recipe.learner.nodes),
-        ("learner.ranks_per_node", recipe.learner.ranks_per_node),
-        ("learner.checkpoint_every_steps", recipe.learner.checkpoint_every_steps),
-        ("learner.publish_every_steps", recipe.learner.publish_every_steps),
-        ("learner.keep_checkpoints", recipe.learner.keep_checkpoints),
-        ("learner.tokens_per_micro_batch", recipe.learner.tokens_per_micro_batch),
-        ("validation.every_steps", recipe.validation.every_steps),
-        ("validation.num_rollouts", recipe.validation.num_rollouts),
-        ("buffer.min_usable", recipe.buffer.min_usable),
-        ("buffer.lease_seconds", recipe.buffer.lease_seconds),
-        ("buffer.group_deadline_seconds", recipe.buffer.group_deadline_seconds),
-        ("model.context_tokens", recipe.model.context_tokens),
-    ]
-    if recipe.learner.export_every_steps is not None:
-        values.append(("learner.export_every_steps", recipe.learner.export_every_steps))
-    for name, task in recipe.tasks.items():
-        for label in ("train_size", "max_new_tokens", "temperature", "num_rollouts"):
-            value = getattr(task, label)
-            if value is not None:
-                values.append((f"tasks.{name}.{label}", value))
-        values.append((f"tasks.{name}.validation_size", task.validation_size))
-        values.append((f"tasks.{name}.max_turns", task.max_turns))
-    return values
+    _check_gpus(recipe)
 
 
 def _check_groups(recipe: Recipe) -> None:
@@ -98,3 +61,21 @@ def _check_algorithm(recipe: Recipe) -> None:
         raise RecipeError(f"algorithm.clip_low={algorithm.clip_low} is outside (0, 1)")
     if recipe.validation.temperature < 0 or not 0 < recipe.validation.top_p <= 1:
         raise RecipeError("validation.temperature must be 0 or more and top_p in (0, 1]")
+
+
+def _check_gpus(recipe: Recipe) -> None:
+    """Every rank, and every shard of an inference server, needs a GPU of its own."""
+    learner, rollout = recipe.learner, recipe.rollout
+    if 0 < learner.gpus_per_node < learner.ranks_per_node:
+        raise RecipeError(
+            f"learner.ranks_per_node={learner.ranks_per_node} exceeds "
+            f"learner.gpus_per_node={learner.gpus_per_node}; give each rank a GPU"
+        )
+    engine = rollout.engine
+    wanted = engine.servers_per_node * engine.tensor_parallel
+    if 0 < rollout.gpus_per_node < wanted and engine.kind in (EngineKind.vllm, EngineKind.sglang):
+        raise RecipeError(
+            f"rollout.engine.servers_per_node={engine.servers_per_node} of "
+            f"tensor_parallel={engine.tensor_parallel} need {wanted} GPUs, more than "
+            f"rollout.gpus_per_node={rollout.gpus_per_node}; lower them, or ask for more GPUs"
+        )

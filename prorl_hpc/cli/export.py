@@ -22,7 +22,7 @@ def parser() -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> int:
     from prorl_hpc.policy import PolicyError, latest_version, published_versions, verify_policy
 
-    run_ = find_run(args.run)
+    run_ = find_run(args.run, beginning=True)
     there = published_versions(run_)
     version = latest_version(run_) if args.version is None else args.version
     if version is None or version not in there:

@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     from prorl_hpc.observe.buffer_counts import BufferCounts, describe_counts, recorded_counts
     from prorl_hpc.observe.culprit import ending
 
-    run_ = find_run(args.run)
+    run_ = find_run(args.run, beginning=True)
     found = states(run_)
     now = time.time()
     live = buffer_status(run_) if _buffer_runs(found) else None

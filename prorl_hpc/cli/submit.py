@@ -73,8 +73,8 @@ def compose_recipe(overrides: list[str], *, recipe_dir: Path | None, name: str |
     from prorl_hpc.compose import compose
 
     recipe = compose(overrides, recipe_dir=recipe_dir)
-    check_name(name or recipe.name)
-    return localise(dataclasses.replace(recipe, name=name or recipe.name))
+    chosen = check_name(recipe.name if name is None else name)
+    return localise(dataclasses.replace(recipe, name=chosen))
 
 
 def submit(

@@ -9,6 +9,7 @@ import pytest
 from hpc import ledger, start
 from hpc.errors import PlanError, UserError
 from hpc.rundir import RunDirectory
+from hpc.scratch import attempt_directory
 
 
 def variables(run: RunDirectory, **changes: str) -> dict[str, str]:
@@ -90,9 +91,8 @@ def test_temporary_directory_of_the_node_comes_first(tmp_path: Path) -> None:
 
 def test_scratch_of_someone_else_is_refused(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run")
-    scratch = start.scratch_directory(
-        start.Context.from_environment(variables(run)), attempt=1, environment={}
-    )
+    base = Path(variables(run)["PRORL_SCRATCH_BASE"])
+    scratch = attempt_directory(base, run=run.root, job="l", index=0, attempt=1, temporary="")
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     scratch.parent.parent.parent.mkdir(parents=True)

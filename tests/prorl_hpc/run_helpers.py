@@ -1,5 +1,6 @@
 """Whole runs on this machine, driven as a user would: by the command line alone."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -7,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -142,10 +143,7 @@ class Session:
         if whole:
             doomed = self.processes(role, index)
         for pid in doomed:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
+            _send(pid, signal.SIGKILL)
 
     def signal_script(self, role: str, number: signal.Signals, index: int = 0) -> None:
         """Signals a task's script, as Slurm does, once its program runs."""
@@ -153,20 +151,30 @@ class Session:
         os.kill(self.leader(role, index), number)
 
     def kill_supervisor(self) -> None:
-        """kill -9 of the supervisor; waits until the guardian has ended all that it ran."""
+        """kill -9 of the supervisor; its guardian ends all that it ran."""
         pid = local.supervisor_pid(self.run)
         assert pid is not None, self.said()
         os.kill(pid, signal.SIGKILL)
-        self.wait(
-            lambda: local.wait_gone(self.run, seconds=0), what="the supervisor's processes end"
-        )
+
+    @contextlib.contextmanager
+    def held(self, step: int) -> Iterator[None]:
+        """From `step` on the learner stands still during the block: the run can't end meanwhile."""
+        self.wait_step(step)
+        stopped = self.wait_processes("learner")
+        for pid in stopped:
+            _send(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            for pid in stopped:
+                _send(pid, signal.SIGCONT)
 
     def end(self) -> None:
         """Leaves nothing running; for the end of a test."""
         if self.is_supervised:
             self.run.stop_request.touch()
             local.notify(self.run, number=signal.SIGTERM)
-            local.wait_gone(self.run, seconds=120)
+        local.wait_gone(self.run, seconds=120)
 
     # ---- what came of it
 
@@ -212,6 +220,11 @@ class Session:
 def _quoted(path: Path) -> str:
     """A path inside Hydra's double quotes."""
     return str(path).replace("\\", "\\\\").replace('"', '\\"')
+
+
+def _send(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
 
 
 def _command_line(pid: int) -> str:

@@ -46,6 +46,13 @@ def test_every_shipped_site_is_a_site(name: str) -> None:
     assert compose(["recipe=quickstart", f"site={name}"]).site["name"]
 
 
+def test_a_site_is_called_as_its_file(groups: Path) -> None:
+    (groups / "site" / "copied.yaml").write_text((groups / "site" / "desk.yaml").read_text())
+    start = ["recipe=quickstart", "site=copied"]
+    assert compose(start, recipe_dir=groups).site["name"] == "copied"
+    assert compose([*start, "site.name=mine"], recipe_dir=groups).site["name"] == "mine"
+
+
 def test_tasks_can_be_chosen_added_changed_and_removed(groups: Path) -> None:
     start = ["recipe=quickstart", "site=desk"]
     chosen = compose([*start, "task=countdown"], recipe_dir=groups)

@@ -108,6 +108,11 @@ def test_runs_are_made_where_they_are_looked_up(
         (["rollout.nodes=400"], "site.max_node_hours=100"),
         (["learner.memory_mib=20000"], "learner.memory_mib=20000 exceeds"),
         (["--name", "a/b"], "name='a/b' can't name a run"),
+        (["--name", ""], "name='' can't name a run"),
+        (["learner.gpus_per_node=2", "learner.ranks_per_node=3"], "give each rank a GPU"),
+        (["steps"], "write key=value, e.g. steps=..."),
+        (["countdown"], "e.g. task=countdown"),
+        (["nonsense"], "e.g. recipe=logic"),
         (["algorithm.batch_groups=7", "algorithm.updates_per_step=2"], "isn't divisible"),
     ],
 )

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from hpc.endpoints import reserve_port
 from prorl_hpc.learner import session
 from prorl_hpc.learner.checkpoint import read_state
 from prorl_hpc.learner.distributed import Ranks, RanksError, join
@@ -54,17 +55,10 @@ def start(run: Run, *, rank: int, world: int, port: int, stop_after: int) -> sub
     )
 
 
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def train_with(run: Run, world: int, *, stop_after: int = 10_000) -> str:
     """Runs to the end (or the stop) on so many ranks; the last line of rank 0."""
-    port = free_port()
+    reserved = reserve_port("127.0.0.1")
+    port = int(reserved.getsockname()[1])
     ranks = [
         start(run, rank=rank, world=world, port=port, stop_after=stop_after)
         for rank in range(world)
@@ -76,6 +70,7 @@ def train_with(run: Run, world: int, *, stop_after: int = 10_000) -> str:
             if rank.poll() is None:
                 rank.kill()
                 rank.wait()
+        reserved.close()
     for rank, output in zip(ranks, outputs, strict=True):
         assert rank.returncode == 0, output
     return outputs[0].strip().splitlines()[-1]
@@ -163,14 +158,23 @@ def test_one_code_for_all_ranks(codes: list[int], expected: int) -> None:
 def test_ranks_that_do_not_come_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    ports = [reserve_port("127.0.0.1") for _ in range(3)]
+    try:
+        _nobody_comes(monkeypatch, ports=[str(port.getsockname()[1]) for port in ports])
+    finally:
+        for port in ports:
+            port.close()
+
+
+def _nobody_comes(monkeypatch: pytest.MonkeyPatch, *, ports: list[str]) -> None:
+    monkeypatch.setenv("MASTER_PORT", ports[0])
     with pytest.raises(RanksError, match=r"rank 0 of 3 .*rank 1, 2 didn't come within 0.2 s"):
         join(timeout_seconds=60, meeting_seconds=0.2)
-    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    monkeypatch.setenv("MASTER_PORT", ports[1])
     with pytest.raises(RanksError, match=r"rank 1, 2 didn't come before a stop was wanted"):
         join(timeout_seconds=60, stopping=lambda: True)
     monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    monkeypatch.setenv("MASTER_PORT", ports[2])
     with pytest.raises(RanksError, match=r"rank 0 didn't come before a stop was wanted"):
         join(timeout_seconds=60, stopping=lambda: True)
 
