@@ -4,6 +4,7 @@ The jobs are a small program, not the pipeline. Every run directory has a hostil
 """
 
 import json
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -229,11 +230,23 @@ def test_preempted_tasks_submit_themselves_again_where_slurm_cancels(session: Se
 
 
 def test_chain_over_walltimes(session: Session) -> None:
-    session.launch(job(session, "learner", "steps", "3", minutes=1, grace_seconds=50))
-    session.wait(lambda: session.ends("learner", "finished") == 1, what="the chain ends")
-    assert [entry.attempt for entry in session.entries(ledger.Start)] == [1, 2, 3]
+    # Slurm warns 10 s after the start, or earlier: on a busy machine before the program has said
+    # how it takes the warning, which then ends it. Such an attempt makes no progress.
+    chain = job(
+        session, "learner", "steps", "3",
+        minutes=1, grace_seconds=50, max_attempts_without_progress=20,
+    )  # fmt: skip
+    session.launch(chain)
+    session.wait(
+        lambda: session.ends("learner", "finished") == 1, what="the chain ends", timeout=900
+    )
+    started = [entry.attempt for entry in session.entries(ledger.Start)]
+    assert started == list(range(1, len(started) + 1))
+    assert len(started) >= 3
     again = [entry for entry in session.entries(ledger.Exit) if entry.next == "again"]
-    assert [(entry.code, entry.asked) for entry in again] == [(75, "USR2"), (75, "USR2")]
+    assert len(again) == len(started) - 1
+    assert {entry.asked for entry in again} == {"USR2"}
+    assert {entry.code for entry in again} <= {75, 128 + signal.SIGUSR2}
 
 
 def test_gpus_in_a_reservation(session: Session) -> None:

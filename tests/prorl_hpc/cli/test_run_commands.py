@@ -84,7 +84,7 @@ def store_groups(run: Run, made: list[Trajectory]) -> None:
                 num_rollouts=2,
                 rollouts=rollouts,
                 reason="complete",
-            )  # fmt: skip
+            )
         )
     writer = ManifestWriter(run.manifest, owner=1)
     writer.append(lines)
