@@ -10,16 +10,15 @@ import contextlib
 import logging
 import os
 import secrets
-import shutil
 import signal
 import socket
 import sys
-import tempfile
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from hpc.scratch import OwnedDirectory
 from prorl_hpc.inference.engine import EngineError
 from prorl_hpc.inference.guard import GRACE_SECONDS
 from prorl_hpc.inference.http_pool import HttpPool
@@ -146,7 +145,7 @@ class Fleet:
         self._log_directory = log_directory
         self._use_ports = use_ports
         self._first_backoff_seconds = first_backoff_seconds
-        self._sockets: Path | None = None
+        self._sockets: OwnedDirectory | None = None
         self._slots: list[asyncio.Task[None]] = []
         self._replace: dict[str, asyncio.Event] = {}
         self.num_restarts = 0
@@ -162,7 +161,7 @@ class Fleet:
 
         Raises EngineError with the last words of a server when none comes up.
         """
-        self._sockets = Path(tempfile.mkdtemp(prefix="prorl-"))
+        self._sockets = OwnedDirectory.make("servers")
         first: list[asyncio.Future[None]] = []
         for slot in range(self._num_servers):
             told: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -183,7 +182,7 @@ class Fleet:
         await asyncio.gather(*self._slots, return_exceptions=True)
         self._slots.clear()
         if self._sockets is not None:
-            shutil.rmtree(self._sockets, ignore_errors=True)
+            self._sockets.close()
 
     async def _keep(self, slot: int, told: "asyncio.Future[None]") -> None:
         """One server after another, for ever; `told` hears how the first start went."""
@@ -259,7 +258,7 @@ class Fleet:
         if self._use_ports:
             return f"http://127.0.0.1:{free_port()}"
         assert self._sockets is not None
-        return f"unix:{self._sockets / f'{slot}.{attempt}'}"
+        return f"unix:{self._sockets.path / f'{slot}.{attempt}'}"
 
 
 def free_port() -> int:

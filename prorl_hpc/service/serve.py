@@ -21,6 +21,7 @@ from hpc.allocation import cpu_count
 from hpc.endpoints import own_address
 from hpc.errors import UserError
 from hpc.files import publish
+from hpc.scratch import OwnedDirectory
 from prorl_hpc.agents.registry import make_agent
 from prorl_hpc.agents.render import load_tokenizer
 from prorl_hpc.choices import EnvironmentKind
@@ -211,11 +212,10 @@ def _engine(recipe: Recipe, where: Where) -> Engine:
 def _environments(stack: AsyncExitStack, recipe: Recipe) -> MakeEnvironment | None:
     if {task.environment for task in recipe.tasks.values()} <= {EnvironmentKind.none}:
         return None
-    import tempfile
 
     from prorl_hpc.environment.factory import EnvironmentFactory
 
-    scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="prorl-serve-"))
+    scratch = stack.enter_context(OwnedDirectory.make("serve"))
     factory = EnvironmentFactory(Path(os.environ.get("PRORL_SCRATCH", scratch)) / "environments")
     stack.callback(factory.close)
     return factory.create
