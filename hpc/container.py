@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpc.cgroups import GroupPlace
 from hpc.errors import ImageError, IsolationError
 from hpc.isolation import Feature, Isolation
 
@@ -68,6 +69,17 @@ class Features:
     bubblewrap_features: frozenset[Feature] = frozenset()
     bubblewrap_error: str = ""
     kernel: tuple[int, ...] = (0,)
+    groups: GroupPlace | None = None
+    """Where control groups may be made; None: nothing is delegated to this user."""
+    scope_runner: str | None = None
+    """`systemd-run`, where the user's own manager gives scopes with limits."""
+
+    @property
+    def limiter(self) -> str:
+        """What bounds a whole sandbox in the kernel; empty: nothing does."""
+        if self.groups is not None:
+            return self.groups.name
+        return "systemd-scope" if self.scope_runner is not None else ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -233,6 +245,7 @@ def _record(
         layer = "host"
     # since 5.14 RLIMIT_NPROC counts inside the user namespace, not the user's whole machine
     own_count = Feature.user_namespace in have and features.kernel >= (5, 14)
+    kernel = [features.limiter] if features.limiter else []
     return Isolation(
         backend=backend,
         runtime_version=version,
@@ -241,7 +254,7 @@ def _record(
         network_none=Feature.network_none in have,
         own_root=Feature.container in have,
         writable_layer=layer,
-        memory_limit="rlimit+watchdog",
-        process_limit="rlimit+watchdog" if own_count else "watchdog",
+        memory_limit="+".join([*kernel, "rlimit", "watchdog"]),
+        process_limit="+".join([*kernel, *(["rlimit"] if own_count else []), "watchdog"]),
         overridden=tuple(str(name) for name in missing),
     )

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 
+from hpc.cgroups import find_scope_runner, probe_place
 from hpc.container import (
     Features,
     Launch,
@@ -68,7 +69,8 @@ def probe(runtime_path: str | None = None) -> Features:
     return Features(
         runtime=runtime, container=container, container_error=error, bubblewrap=bwrap,
         bubblewrap_version=version, bubblewrap_features=inside, bubblewrap_error=said,
-        kernel=kernel,
+        kernel=kernel, groups=(groups := probe_place()),
+        scope_runner=find_scope_runner() if groups is None else None,
     )  # fmt: skip
 
 
