@@ -12,11 +12,11 @@ agents, tasks or scores.
 import asyncio
 import contextlib
 import secrets
-import shlex
 import time
 from dataclasses import dataclass
 from typing import Self
 
+from hpc.cgroups import num_oom_kills
 from hpc.container import Features
 from hpc.errors import SandboxError
 from hpc.isolation import Isolation
@@ -31,6 +31,7 @@ from prorl_hpc.environment.base import (
 )
 from prorl_hpc.environment.channel import CappedOutput, Channel
 from prorl_hpc.environment.launch import Prepared, prepare
+from prorl_hpc.environment.prologue import setup_script, what_setup_does
 from prorl_hpc.environment.scratch import Scratch, WorkerScratch
 from prorl_hpc.environment.tree import SandboxTree, SharedSnapshot, resident_bytes
 
@@ -74,6 +75,7 @@ class ShellEnvironment:
         self._stop: Stop | None = None
         self._num_killed = 0
         self._num_disk_stops = 0
+        self._num_oom_kills = 0
         self._busy = False
         self._unsettled: str | None = None
         self._started = self._last_used = time.monotonic()
@@ -114,8 +116,9 @@ class ShellEnvironment:
     async def _spawn(self) -> None:
         assert self._prepared and self._scratch
         self._channel = Channel.spawn(
-            self._prepared.argv, environment=self._prepared.environment, scratch=self._scratch.path
-        )
+            self._prepared.argv, environment=self._prepared.environment,
+            scratch=self._scratch.path, groups=self._prepared.groups,
+        )  # fmt: skip
         self._tree = SandboxTree(scratch=self._scratch, root=self._channel.process.pid)
         await self._greet(self.spec.limits.start_seconds)
 
@@ -138,25 +141,12 @@ class ShellEnvironment:
         if not await asyncio.to_thread(tree.adopt_inner, int(line.split()[1])):
             raise SandboxStartError("the shell was gone before it could be used")
         sink = CappedOutput(4096)
-        done = await self._exchange(self._setup().encode(), end - time.monotonic(), sink)
+        assert self._prepared
+        script = setup_script(self.spec, home=self._prepared.home)
+        done = await self._exchange(script.encode(), end - time.monotonic(), sink)
         if done is None or done.kind != "status" or done.code != 0:
             said = sink.value().decode(errors="replace").strip() or channel.diagnostics
-            raise SandboxStartError(f"directory={self.spec.directory!r} can't be entered: {said}")
-
-    def _setup(self) -> str:
-        assert self._prepared
-        home = self._prepared.home
-        variables = {
-            "HOME": home, "LANG": "C.UTF-8", "TERM": "dumb", "PAGER": "cat", "GIT_PAGER": "cat",
-        } | dict(self.spec.variables)  # fmt: skip
-        lines = ["unset ${!APPTAINER*} ${!SINGULARITY*} PROMPT_COMMAND LD_LIBRARY_PATH"]
-        for name, value in variables.items():
-            if not name.isidentifier() or "\0" in value:
-                raise SandboxStartError(f"variables[{name!r}] can't be exported by a shell")
-            lines.append(f"export {name}={shlex.quote(value)}")
-        directory = shlex.quote(self.spec.directory)
-        lines.append(f"mkdir -p -- {shlex.quote(home)} {directory} && cd -- {directory}")
-        return "\n".join(lines)
+            raise SandboxStartError(f"{what_setup_does(self.spec)} failed: {said}")
 
     async def close(self) -> None:
         """Ends every process and removes the scratch."""
@@ -210,6 +200,8 @@ class ShellEnvironment:
                 self._busy = False
                 self._last_used = time.monotonic()
             stopped, self._stop = self._stop, None
+            if stopped is None and done.code != 0 and self._oom_killed():
+                stopped = Stop.memory
             code = KILLED_CODE if stopped else done.code
             return CommandResult(
                 output=sink.value(),
@@ -336,11 +328,20 @@ class ShellEnvironment:
                 continue
             usage = await asyncio.to_thread(self._measure, tree, disk, now)
             stop = watchdog.judge(usage, limits=limits, num_disk_stops=self._num_disk_stops)
+            if stop is None and self._busy and self._oom_killed():
+                stop = Stop.memory  # what the kernel left of the command is of no use
             if stop is not None:
                 self._stop = self._stop or stop
                 self._num_disk_stops += stop is Stop.disk
                 async with self._killing:
                     await asyncio.to_thread(tree.stop, limits.memory_bytes)
+
+    def _oom_killed(self) -> bool:
+        """Whether the kernel killed something for the memory limit since this was last asked."""
+        if self._prepared is None or not self._prepared.groups:
+            return False
+        before, self._num_oom_kills = self._num_oom_kills, num_oom_kills(self._prepared.groups)
+        return self._num_oom_kills > before
 
     def _measure(self, tree: SandboxTree, disk: watchdog.DiskMeter, now: float) -> watchdog.Usage:
         table = self._snapshot.get()

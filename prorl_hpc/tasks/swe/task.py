@@ -31,6 +31,12 @@ BASE = "refs/prorl/base"
 UNREADABLE = b"\0unreadable\n"
 """Stands for a tree that the agent left without a way to read it."""
 
+TESTBEDS = """\
+for one in /opt/miniconda3/envs/testbed /testbed/.venv; do
+  if [ -x "$one/bin/python" ]; then export PATH="$one/bin:$PATH" CONDA_PREFIX="$one"; break; fi
+done"""
+"""Where published images of SWE-bench form keep the interpreter that has the requirements."""
+
 PROMPT = """\
 The repository of {name} is in {tree}. It has this fault:
 
@@ -39,7 +45,7 @@ The repository of {name} is in {tree}. It has this fault:
 Mend it in the source. Hidden tests will be run; changes of tests and of their configuration are \
 not counted. There is no network."""
 
-OPTIONS = SANDBOX_OPTIONS | {"store", "test_seconds", "replay"}
+OPTIONS = SANDBOX_OPTIONS | {"store", "test_seconds", "replay", "prologue"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,6 +55,8 @@ class Settings:
     sandboxes: Sandboxes
     store: InstanceStore
     test_seconds: float
+    prologue: str = TESTBEDS
+    """Run in each shell over an image of SWE-bench form."""
 
 
 class SweTask:
@@ -79,6 +87,10 @@ class SweTask:
     def score(self, instance: Instance, response: str) -> Score:  # noqa: ARG002
         raise VerifierError(f"{instance.instance_id}: a bug is scored in an environment only")
 
+    def demonstration(self, instance: Instance) -> str | None:  # noqa: ARG002
+        """None: an episode of commands is no answer that could be shown."""
+        return None
+
     # --- the agent's side ----------------------------------------------------------------------
 
     def environment_spec(self, instance: Instance) -> EnvironmentSpec:
@@ -95,6 +107,7 @@ class SweTask:
         return EnvironmentSpec(
             backend=sandboxes.backend, image=sandboxes.image_of(bug.instance_id, own=bug.image),
             directory=TREE, variables=variables_of(bug), binds=binds,
+            prologue=self.settings.prologue if bug.form is Form.swe_bench else "",
             accept_missing=sandboxes.accept_missing,
         )  # fmt: skip
 
@@ -272,6 +285,7 @@ def settings_of(name: str, config: TaskConfig) -> Settings:
         sandboxes=read_sandboxes(name, config, default_image="swe"),
         store=InstanceStore(root=store_root(options.get("store"))),
         test_seconds=seconds,
+        prologue=TESTBEDS if options.get("prologue") is None else str(options["prologue"]),
     )
 
 

@@ -234,17 +234,36 @@ async def assert_ended(environment: ShellEnvironment, reason: EndReason) -> None
 
 
 @check
+async def a_prologue_runs_in_every_shell(bench: Bench) -> None:
+    async with bench.open(variables={"A": "1"}, prologue='export B="$A$A"; pwd > /dev/null') as one:
+        assert await say(one, "echo $B") == "11"
+        await one.run("B=; exit 3", PATIENCE_SECONDS)
+        assert await say(one, "echo $B") == "11"
+
+
+@check
 async def a_cancelled_command_leaves_a_usable_shell(bench: Bench) -> None:
     async with bench.open() as environment:
         await say(environment, "X=kept")
-        marker = environment.spec.directory + "/started"
-        task = asyncio.create_task(environment.run(f"touch {marker}; sleep 600", 600.0))
-        assert environment._scratch is not None
-        await asyncio.sleep(0.3)
+        task = asyncio.create_task(environment.run("sleep 600", 600.0))
+        await started(environment, "sleep")
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
         assert await say(environment, "echo $X") == "kept"
+
+
+async def started(environment: ShellEnvironment, program: str) -> None:
+    """Waits until the shell runs that program."""
+    end = time.monotonic() + PATIENCE_SECONDS
+    while time.monotonic() < end:
+        assert environment._tree is not None
+        for pid in environment._tree.payload():
+            with contextlib.suppress(OSError):
+                if Path(f"/proc/{pid}/comm").read_text().strip() == program:
+                    return
+        await asyncio.sleep(0.02)
+    raise AssertionError(f"{program} never ran")
 
 
 @check
@@ -268,7 +287,9 @@ async def wall_and_idle_time_end_it(bench: Bench) -> None:
 
 @check
 async def what_cannot_start_says_why(bench: Bench) -> None:
-    bad: list[dict[str, object]] = [{"directory": "/proc/none"}, {"variables": {"a b": "1"}}]
+    bad: list[dict[str, object]] = [
+        {"directory": "/proc/none"}, {"variables": {"a b": "1"}}, {"prologue": "cd /nowhere"},
+    ]  # fmt: skip
     if bench.backend is not Backend.process:
         bad.append({"image": bench.root / "absent.sif"})
     for changes in bad:
