@@ -4,23 +4,23 @@ Waits are bounded and name who is missing. Knows how the parts fit; does no work
 """
 
 import asyncio
+import contextlib
 import hashlib
 import logging
 import shutil
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 from hpc import endpoints
 from hpc.allocation import Allocation, StopFlag, cpu_count
-from hpc.errors import HpcError
+from hpc.errors import HpcError, ImageError
 from prorl_hpc.agents.registry import make_agent
 from prorl_hpc.agents.render import load_tokenizer, render_prompt
 from prorl_hpc.buffer.client import RolloutClient, locate_buffer
 from prorl_hpc.buffer.keys import load_client_keys
-from prorl_hpc.choices import EnvironmentKind
 from prorl_hpc.inference.pool import make_engine
 from prorl_hpc.observe.metrics import MetricsWriter
 from prorl_hpc.policy import PolicyError, latest_version, verify_policy
@@ -34,7 +34,7 @@ from prorl_hpc.rollout.versions import Versions
 from prorl_hpc.rollout.worker import End, Terms, Worker
 from prorl_hpc.run import Run
 from prorl_hpc.tasks.base import Task
-from prorl_hpc.tasks.environment_task import MakeEnvironment
+from prorl_hpc.tasks.environment_task import EnvironmentTask, MakeEnvironment
 from prorl_hpc.tasks.registry import make_tasks
 
 log = logging.getLogger("prorl_hpc.rollout")
@@ -192,7 +192,9 @@ async def _open_pipeline(
     version: int,
     allocation: Allocation,
 ) -> tuple[Pipeline, Versions]:
-    make_environment = _open_environments(stack, recipe, allocation)
+    make_environment = await asyncio.to_thread(
+        open_environments, stack, tasks, environments_directory(allocation)
+    )
     engine, digest = await stack.enter_async_context(engine_at(recipe, run, version))
     versions = Versions(engine, run=run, digest=digest)
     scorer = VerifierPool(
@@ -218,16 +220,24 @@ async def _open_pipeline(
     return pipeline, versions
 
 
-def _open_environments(
-    stack: AsyncExitStack, recipe: Recipe, allocation: Allocation
+def open_environments(
+    stack: AsyncExitStack, tasks: Mapping[str, Task], scratch: Path
 ) -> MakeEnvironment | None:
-    kinds = {task.environment for task in recipe.tasks.values()}
-    if kinds <= {EnvironmentKind.none}:
+    """The factory of this node; None where no task needs one. Blocking.
+
+    Raises IsolationError, with the admin's fix, before any work is drawn.
+    """
+    sandboxed = [task for task in tasks.values() if isinstance(task, EnvironmentTask)]
+    if not sandboxed:
         return None
     from prorl_hpc.environment.factory import EnvironmentFactory
 
-    factory = EnvironmentFactory(environments_directory(allocation))
+    factory = EnvironmentFactory(scratch)
     stack.callback(factory.close)
+    for task in sandboxed:
+        # an image that is missing may be one instance's alone: that attempt will tell
+        with contextlib.suppress(ImageError):
+            factory.check(task.environment_spec(task.instance(0, kind=Kind.validation)))
     return factory.create
 
 

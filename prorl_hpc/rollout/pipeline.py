@@ -19,7 +19,12 @@ from typing import Any, Protocol
 from hpc.errors import HpcError
 from hpc.isolation import Isolation
 from prorl_hpc.agents.episode import Agent, Conversation, Limits
-from prorl_hpc.environment.base import EndReason, Environment, EnvironmentEnded
+from prorl_hpc.environment.base import (
+    EndReason,
+    Environment,
+    EnvironmentEnded,
+    EnvironmentSpec,
+)
 from prorl_hpc.inference.engine import Engine, EngineError, Sampling
 from prorl_hpc.recipe import Recipe, TaskConfig
 from prorl_hpc.records import Instance, Kind, Lease, Outcome, Score, Trajectory
@@ -148,7 +153,12 @@ class Pipeline:
                 return None
             if parts.make_environment is None:
                 raise EngineError(f"task {lease.task} needs an environment; this node makes none")
-            environment = parts.make_environment(task.environment_spec(instance))
+            # blocking: the first question for an image reads all of it
+            spec = await asyncio.to_thread(task.environment_spec, instance)
+            if not parts.agents[lease.task].needs_environment:
+                attempt.result = b""  # its answer is all that it leaves behind
+                return None
+            environment = parts.make_environment(spec)
             try:
                 async with asyncio.timeout(parts.recipe.rollout.environment_seconds):
                     await stack.enter_async_context(environment)
@@ -239,22 +249,33 @@ class Pipeline:
     ) -> Score:
         assert attempt.conversation is not None
         assert attempt.instance is not None
-        if attempt.result is None:
+        alone = not self._parts.agents[attempt.lease.task].needs_environment
+        if attempt.result is None or (alone and attempt.outcome is Outcome.agent_timeout):
             return Score(reward=0.0)
-        assert self._parts.make_environment is not None
+        make = self._parts.make_environment
+        assert make is not None
+        opened: list[Environment] = []
+
+        def make_environment(spec: EnvironmentSpec) -> Environment:
+            opened.append(make(spec))
+            return opened[-1]
+
         try:
             async with asyncio.timeout(config.score_timeout_seconds):
-                return await task.score_in(
+                score = await task.score_in(
                     attempt.instance,
                     result=attempt.result,
                     response=attempt.conversation.text,
-                    make_environment=self._parts.make_environment,
+                    make_environment=make_environment,
                 )
         except TimeoutError as err:
             raise VerifierError(
                 f"scoring took more than tasks.{task.name}.score_timeout_seconds="
                 f"{config.score_timeout_seconds:g}"
             ) from err
+        if opened and not attempt.isolation:
+            attempt.isolation = _plain(opened[0].isolation)
+        return score
 
     def _task(self, lease: Lease) -> Task:
         try:

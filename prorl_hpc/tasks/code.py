@@ -74,6 +74,7 @@ class CodeTask:
             index=index,
             messages=problem.messages,
             answer=problem.answer,
+            metadata=problem.metadata,
         )
 
     def score(self, instance: Instance, response: str) -> Score:  # noqa: ARG002
@@ -89,6 +90,11 @@ class CodeTask:
             limits=LIMITS,
             accept_missing=sandboxes.accept_missing,
         )
+
+    def demonstration(self, instance: Instance) -> str | None:
+        """The data set's own solution as an answer, where it has one (MBPP, APPS)."""
+        solution = instance.metadata.get("solution")
+        return f"```python\n{solution}\n```" if solution else None
 
     async def setup(self, instance: Instance, environment: Environment) -> None:
         """Nothing: the program is in the answer."""

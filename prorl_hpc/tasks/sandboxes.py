@@ -1,5 +1,6 @@
 """Which sandbox a task's options ask for: backend, image, accepted weaknesses. Starts nothing."""
 
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +30,7 @@ class Sandboxes:
     images: Path | None
     accept_missing: frozenset[Feature]
     _found: dict[str, Path | None] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def image_of(self, instance_id: str, *, own: str = "") -> Path | None:
         """File or directory; None is the machine's own /usr. `own` is the data set's image.
@@ -38,9 +40,10 @@ class Sandboxes:
         name = self.image.replace("{instance_id}", instance_id)
         if own and "{instance_id}" not in self.image:
             name = own
-        if name not in self._found:
-            self._found[name] = self._resolve(name)
-        return self._found[name]
+        with self._lock:
+            if name not in self._found:
+                self._found[name] = self._resolve(name)
+            return self._found[name]
 
     def _resolve(self, name: str) -> Path | None:
         if not name and self.backend is Backend.bubblewrap:

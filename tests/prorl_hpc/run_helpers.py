@@ -27,11 +27,12 @@ DEADLINE_SECONDS = 700.0
 
 @dataclass(kw_only=True, slots=True)
 class Session:
-    """One run of the recipe `tiny`."""
+    """One run of the recipe `tiny`, or of another one."""
 
     runs: Path
     """Where run directories lie."""
     name: str
+    recipe: str = "tiny"
     overrides: list[str] = field(default_factory=list)
 
     @property
@@ -60,7 +61,7 @@ class Session:
     def submit(self, *more: str, code: int | None = 0) -> subprocess.CompletedProcess[str]:
         root = f'run_root="{_quoted(self.runs)}"'
         return self.cli(
-            "submit", "recipe=tiny", "site=local", root, *self.overrides, *more,
+            "submit", f"recipe={self.recipe}", "site=local", root, *self.overrides, *more,
             "--recipe-dir", str(RECIPES), "--name", self.name,
             code=code,
         )  # fmt: skip
