@@ -298,10 +298,6 @@ class ValidationReply(Reply, frozen=True, kw_only=True):
     """None: not all closed yet."""
     num_dropped: int = 0
     """Groups of the validation that were given up (infrastructure failures)."""
-    num_open: int = 0
-    """Groups that are neither closed nor given up yet."""
-    closed: tuple[GroupRef, ...] = ()
-    """While some are open: those that are there."""
 
 
 class Done(Reply, frozen=True, kw_only=True):
@@ -327,10 +323,7 @@ class StatusReply(Reply, frozen=True, kw_only=True):
     learner_seconds: float | None
     """Since the learner was last heard; None: never."""
     counters: dict[str, int]
-    """Late, duplicate, fenced, lost, failures by task, ..."""
-    failures: dict[str, int] = {}
-    """Infrastructure failures by task and what went wrong."""
-    num_shards: int = 0
+    """Late, duplicate, fenced, lost, failures by kind, ..."""
 
 
 class Refusal(Reply, frozen=True, kw_only=True):

@@ -207,7 +207,8 @@ class BufferServer:
             wake=self._wake,
         )
         store.record(recovered.lost)
-        store.restore(recovered.shards)
+        store.num_shards = recovered.num_shards
+        store.stored_bytes = recovered.num_bytes
         # Lease ids of different attempts must not meet: nodes claim theirs after a restart.
         dispatcher = Dispatcher(config, first_lease_id=recovered.owner.owner << 32)
         dispatcher.restore(recovered.lines, now=self._now())

@@ -7,7 +7,6 @@ import os
 import re
 from pathlib import Path
 
-from hpc.errors import UserError
 from prorl_hpc.recipe import ModelConfig, Recipe, RecipeError
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -21,16 +20,6 @@ def check_name(name: str) -> str:
             f"name={name!r} can't name a run; use letters, digits, '.', '_' and '-', at most 100"
         )
     return name
-
-
-def check_output(path: Path | None) -> None:
-    """Raises UserError now for a file that can't be written when the numbers are there."""
-    if path is None:
-        return
-    if path.is_dir():
-        raise UserError(f"--output {str(path)!r} is a directory; name a file")
-    if not os.access(path.parent, os.W_OK | os.X_OK) or not path.parent.is_dir():
-        raise UserError(f"--output {str(path)!r}: {str(path.parent)!r} can't be written to")
 
 
 def localise(recipe: Recipe) -> Recipe:

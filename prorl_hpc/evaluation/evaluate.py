@@ -10,7 +10,6 @@ import json
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from prorl_hpc.evaluation.estimators import Interval, bootstrap_interval, pass_at_k
 from prorl_hpc.recipe import EnvironmentKind, Recipe
@@ -206,12 +205,7 @@ def _score(
 
 
 def to_json(evaluation: Evaluation) -> str:
-    """The results as JSON text."""
-    return json.dumps(as_data(evaluation), indent=2) + "\n"
-
-
-def as_data(evaluation: Evaluation) -> dict[str, Any]:
-    """The results as plain data; intervals as {mean, low, high}."""
+    """The results as JSON text; intervals as {mean, low, high}."""
 
     def plain(interval: Interval) -> dict[str, float]:
         return {"mean": interval.mean, "low": interval.low, "high": interval.high}
@@ -224,10 +218,11 @@ def as_data(evaluation: Evaluation) -> dict[str, Any]:
         }
         for name, score in evaluation.tasks.items()
     }
-    return {
+    document = {
         "format": FORMAT,
         "target": evaluation.target,
         "temperature": evaluation.temperature,
         "top_p": evaluation.top_p,
         "tasks": tasks,
     }
+    return json.dumps(document, indent=2) + "\n"

@@ -17,8 +17,8 @@ import time
 from collections.abc import Callable
 from types import FrameType
 
-from hpc.allocation import Allocation, StopFlag
-from hpc.errors import EXIT_CONTINUE, EXIT_DONE, EXIT_USER, EndpointTimeout
+from hpc.allocation import Allocation
+from hpc.errors import EXIT_CONTINUE, EXIT_DONE, EXIT_USER
 from hpc.files import publish
 from prorl_hpc.learner.record import log
 from prorl_hpc.recipe import Recipe, RecipeError
@@ -31,7 +31,7 @@ LAST_GRACE_SECONDS = 60.0
 MEETING_SECONDS = 600.0
 
 
-def launch(run: Run, recipe: Recipe, *, allocation: Allocation, flag: StopFlag) -> int:
+def launch(run: Run, recipe: Recipe, *, allocation: Allocation) -> int:
     """Starts the ranks of this node and returns the exit code of the whole."""
     per_node = recipe.learner.ranks_per_node
     nodes = allocation.num_nodes
@@ -39,11 +39,7 @@ def launch(run: Run, recipe: Recipe, *, allocation: Allocation, flag: StopFlag) 
         raise RecipeError(
             f"learner.nodes={recipe.learner.nodes}, but this job has {nodes}; submit again"
         )
-    try:
-        host, port = _meeting_point(run, allocation, stopping=lambda: flag.stopping)
-    except EndpointTimeout as err:
-        log(f"stopping, to be started again: {err}")
-        return EXIT_CONTINUE
+    host, port = _meeting_point(run, allocation)
     environment = os.environ | {
         "WORLD_SIZE": str(nodes * per_node),
         "MASTER_ADDR": host,
@@ -59,16 +55,11 @@ def launch(run: Run, recipe: Recipe, *, allocation: Allocation, flag: StopFlag) 
         )
         for i in range(per_node)
     ]
-    return _supervise(ranks, asked=flag.stopping)
+    return _supervise(ranks)
 
 
-def _meeting_point(
-    run: Run, allocation: Allocation, *, stopping: Callable[[], bool]
-) -> tuple[str, int]:
-    """Host and port of rank 0: a free port on the first node, told to the others by a file.
-
-    Raises EndpointTimeout, naming that node, when it tells none in time or a stop is wanted.
-    """
+def _meeting_point(run: Run, allocation: Allocation) -> tuple[str, int]:
+    """Host and port of rank 0: a free port on the first node, told to the others by a file."""
     path = run.endpoint(f"learner-ranks-{allocation.attempt}")
     if allocation.node_rank == 0:
         port = _free_port()
@@ -82,11 +73,10 @@ def _meeting_point(
             host, text = path.read_text().split()
             return host, int(text)
         except (OSError, ValueError) as err:
-            late = time.monotonic() > deadline
-            if late or stopping():
-                why = f"within {MEETING_SECONDS:g} s" if late else "before a stop was wanted"
-                raise EndpointTimeout(
-                    f"node {allocation.hosts[0]} named no meeting point {why}; see its log"
+            if time.monotonic() > deadline:
+                raise RecipeError(
+                    f"node {allocation.hosts[0]} named no meeting point within "
+                    f"{MEETING_SECONDS:g} s; see its log"
                 ) from err
             time.sleep(POLL_SECONDS)
 
@@ -99,7 +89,7 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _supervise(ranks: list[subprocess.Popen[bytes]], *, asked: bool = False) -> int:
+def _supervise(ranks: list[subprocess.Popen[bytes]]) -> int:
     def pass_on(number: int, _frame: FrameType | None) -> None:
         for rank in ranks:
             if rank.poll() is None:
@@ -107,8 +97,6 @@ def _supervise(ranks: list[subprocess.Popen[bytes]], *, asked: bool = False) -> 
 
     for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
         signal.signal(number, pass_on)
-    if asked:  # a signal that came while the ranks were being started
-        pass_on(signal.SIGTERM, None)
     try:
         return _wait(ranks)
     finally:

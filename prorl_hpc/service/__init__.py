@@ -1,1 +1,0 @@
-"""Rollouts as an HTTP service for other trainers; see docs/rollout-service.md."""

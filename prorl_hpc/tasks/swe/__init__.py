@@ -1,1 +1,0 @@
-"""Software engineering: bugs of real projects, mended in a sandbox, scored by hidden tests."""
