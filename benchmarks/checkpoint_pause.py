@@ -1,4 +1,6 @@
-"""How long a checkpoint stops training, beside the plain write and fsync of the same bytes.
+"""How long a checkpoint stops training: written at once, or copied and written beside it.
+
+Beside both stands the plain write and fsync of the same bytes, which is what a disk allows.
 
 python benchmarks/checkpoint_pause.py [--hidden 512] [--layers 8] [--directory DIR]
 """
@@ -12,7 +14,13 @@ from pathlib import Path
 import torch
 
 from prorl_hpc.buffer.messages import GroupIds
-from prorl_hpc.learner.checkpoint import LearnerState, save_checkpoint
+from prorl_hpc.learner.background import Line
+from prorl_hpc.learner.checkpoint import (
+    LearnerState,
+    save_checkpoint,
+    snapshot,
+    write_checkpoint,
+)
 from prorl_hpc.learner.distributed import Ranks
 from prorl_hpc.learner.filtering import EffectiveSamples
 from prorl_hpc.learner.model import build_policy
@@ -45,7 +53,8 @@ def main() -> None:
         optimizer.step()
         reference = Reference.of(model, index=0, step=0, ranks=ranks)
         size = 4 * sum(p.numel() for p in model.parameters()) * FLOATS_PER_PARAMETER
-        pauses, plain = [], []
+        pauses, copies, plain = [], [], []
+        line = Line(name="checkpoint", beside=True)
         for step in range(options.repeats):
             started = time.perf_counter()
             save_checkpoint(
@@ -57,13 +66,25 @@ def main() -> None:
                 ranks=ranks,
             )
             pauses.append(time.perf_counter() - started)
+            started = time.perf_counter()
+            tensors = snapshot(model, optimizer, reference, ranks=ranks)
+            state = _state(step, reference)
+            line.put(
+                lambda state=state, tensors=tensors: write_checkpoint(  # type: ignore[misc]
+                    Run(root / "run"), state, tensors, ranks=ranks
+                )
+            )
+            copies.append(time.perf_counter() - started)
+            line.wait()
             plain.append(_plain_write(root / "plain", size))
-    pause, limit = min(pauses), min(plain)
+    pause, copy, limit = min(pauses), min(copies), min(plain)
     print(f"checkpoint of {size / 1e6:.0f} MB (model, moments, reference)")
     print(f"{'what':34} {'seconds':>8} {'MB/s':>8}")
     print(f"{'checkpoint with hashes and fsync':34} {pause:8.3f} {size / 1e6 / pause:8.0f}")
+    print(f"{'pause of one beside training':34} {copy:8.3f} {size / 1e6 / copy:8.0f}")
     print(f"{'plain write + fsync (the limit)':34} {limit:8.3f} {size / 1e6 / limit:8.0f}")
-    print(f"{'ratio':34} {pause / limit:8.2f}")
+    print(f"{'at once / limit':34} {pause / limit:8.2f}")
+    print(f"{'at once / pause beside training':34} {pause / copy:8.2f}")
 
 
 FLOATS_PER_PARAMETER = 4

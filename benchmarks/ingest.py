@@ -5,7 +5,8 @@
 Rows: raw write + fsync of the same bytes in files of shard size; PUSH/PULL of the same frames
 without any acknowledgement (same CURVE encryption); the buffer: real server process, real node
 processes, bytes counted when acked (written, fsynced, renamed, listed in the manifest). All in
-one run, alternating; the median of the rounds is shown.
+one run, alternating; the median of the rounds is shown, and the CPU time per megabyte of the
+server (all its threads) and of the nodes, which a busy machine changes less than the rate.
 """
 
 import argparse
@@ -17,6 +18,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from multiprocessing.synchronize import Event
 from pathlib import Path
@@ -113,8 +115,12 @@ def unacked(*, num_groups: int, num_tokens: int, num_nodes: int) -> float:
     return seconds
 
 
-def serve(root: Path, ports: "multiprocessing.Queue[int]") -> None:
-    """The buffer's process."""
+def serve(
+    root: Path,
+    ports: "multiprocessing.Queue[int]",
+    cpu: "multiprocessing.Queue[float] | None" = None,
+) -> None:
+    """The buffer's process; tells its port, and at the end the CPU seconds of its service."""
     run = Run(root)
     config = BufferConfig(
         tasks={"bench": TaskShare(weight=1.0, train_size=1000)},
@@ -136,14 +142,24 @@ def serve(root: Path, ports: "multiprocessing.Queue[int]") -> None:
         attempt=1,
     )
     ports.put(server.bind("127.0.0.1"))
+    started = time.process_time()
     server.serve()
     server.close()
+    if cpu is not None:
+        cpu.put(time.process_time() - started)
 
 
 def node(
-    root: Path, address: str, worker: str, go: Event, *, num_groups: int, num_tokens: int
+    root: Path,
+    address: str,
+    worker: str,
+    go: Event,
+    cpu: "multiprocessing.Queue[float]",
+    *,
+    num_groups: int,
+    num_tokens: int,
 ) -> None:
-    """One rollout node: leases groups and pushes them, several at once."""
+    """One rollout node: leases groups and pushes them, several at once; tells its CPU seconds."""
 
     async def main() -> None:
         run = Run(root)
@@ -155,27 +171,39 @@ def node(
             attempt=1,
         )
         leases = (await client.lease(num_groups * NUM_ROLLOUTS)).leases
+        made = [trajectory(0, r, num_tokens=num_tokens) for r in range(NUM_ROLLOUTS)]
         while not go.is_set():
             await asyncio.sleep(0.01)
 
         async def produce(group_id: int) -> None:
-            group = [trajectory(group_id, r, num_tokens=num_tokens) for r in range(NUM_ROLLOUTS)]
+            group = [replace(t, group_id=group_id) for t in made]
             results = await client.push(group)
             assert set(results.values()) == {"stored"}
 
+        begun = time.process_time()
         await asyncio.gather(*(produce(lease.group_id) for lease in leases))
+        cpu.put(time.process_time() - begun)
         await client.close()
 
     asyncio.run(main())
 
 
-def durable(directory: Path, *, num_groups: int, num_tokens: int, num_nodes: int) -> float:
-    """Seconds until every trajectory was acked."""
+def durable(
+    directory: Path,
+    *,
+    num_groups: int,
+    num_tokens: int,
+    num_nodes: int,
+    cpu: dict[str, list[float]],
+) -> float:
+    """Seconds until every trajectory was acked; adds CPU seconds of server and nodes to `cpu`."""
     run = Run(directory / "run")
     run.root.mkdir()
     make_keys(run)
     ports: multiprocessing.Queue[int] = SPAWN.Queue()
-    server = SPAWN.Process(target=serve, args=(run.root, ports))
+    server_cpu: multiprocessing.Queue[float] = SPAWN.Queue()
+    node_cpu: multiprocessing.Queue[float] = SPAWN.Queue()
+    server = SPAWN.Process(target=serve, args=(run.root, ports, server_cpu))
     server.start()
     address = f"tcp://127.0.0.1:{ports.get(timeout=60)}"
     learner = LearnerClient(
@@ -187,7 +215,7 @@ def durable(directory: Path, *, num_groups: int, num_tokens: int, num_nodes: int
     nodes = [
         SPAWN.Process(
             target=node,
-            args=(run.root, address, f"w{i}", go),
+            args=(run.root, address, f"w{i}", go, node_cpu),
             kwargs={"num_groups": share, "num_tokens": num_tokens},
         )
         for i in range(num_nodes)
@@ -205,6 +233,8 @@ def durable(directory: Path, *, num_groups: int, num_tokens: int, num_nodes: int
     assert len(taken) == share * num_nodes
     learner.finish("measured")
     learner.close()
+    cpu["server"].append(server_cpu.get(timeout=60))
+    cpu["nodes"].append(sum(node_cpu.get(timeout=60) for _ in nodes))
     server.join()
     return seconds
 
@@ -225,13 +255,14 @@ def main() -> None:
         "PUSH/PULL, no ack": [],
         "buffer": [],
     }
+    cpu: dict[str, list[float]] = {"server": [], "nodes": []}
     for _ in range(given.rounds):
         shape = {"num_groups": groups, "num_tokens": given.tokens, "num_nodes": given.nodes}
         results["raw write + fsync"].append(
             fresh(given.directory, partial(raw_limit, num_bytes=size))
         )
         results["PUSH/PULL, no ack"].append(unacked(**shape))
-        results["buffer"].append(fresh(given.directory, partial(durable, **shape)))
+        results["buffer"].append(fresh(given.directory, partial(durable, **shape, cpu=cpu)))
     limit = statistics.median(results["raw write + fsync"])
     print(
         f"{groups} groups of {NUM_ROLLOUTS} x {given.tokens} tokens, {size / 1e6:.0f} MB, "
@@ -243,6 +274,10 @@ def main() -> None:
         print(
             f"{name:<20}{size / 1e6 / median:>10.0f}{groups / median:>10.1f}{limit / median:>8.2f}"
         )
+    shares = ", ".join(
+        f"{name} {statistics.median(seconds) * 1e9 / size:.2f}" for name, seconds in cpu.items()
+    )
+    print(f"CPU ms per MB of the buffer: {shares}")
 
 
 def fresh(directory: Path, measure: Callable[[Path], float]) -> float:

@@ -109,7 +109,10 @@ def _watch(reader: int) -> dict[int, int]:
 
 
 def _end_all(groups: dict[int, int], *, grace_seconds: float) -> None:
-    """SIGTERM to the leaders, which pass it on; SIGKILL to what is left after the grace time."""
+    """SIGTERM to the leaders, which pass it on; SIGKILL to what is left after the grace time.
+
+    What a leader that has ended left behind is not waited for.
+    """
     for group, ticks in groups.items():
         known = stat(group)
         if known is not None and known.start_ticks == ticks:
@@ -117,6 +120,9 @@ def _end_all(groups: dict[int, int], *, grace_seconds: float) -> None:
     until = time.monotonic() + grace_seconds
     left = [group for group in groups if members(group)]
     while left and time.monotonic() < until:
+        for group in left:
+            if group not in members(group):
+                kill_group(group, number=signal.SIGKILL)
         select.select([], [], [], 0.2)
         left = [group for group in left if members(group)]
     for group in left:

@@ -6,6 +6,7 @@ Queues nothing. The frozen plan and site are what every later command reads.
 import sys
 import sysconfig
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -13,10 +14,16 @@ import hpc
 from hpc import ledger, slurm
 from hpc.errors import PlanError, RunNotFound, SiteError, SubmitError
 from hpc.files import asset_directory, publish
+from hpc.keys import unknown_key
 from hpc.plan import FORMAT, Job, Plan
 from hpc.render import SHAPES, Interpreter, chunks, render, shape
 from hpc.rundir import RunDirectory
 from hpc.site import Backend, Placement, Site
+
+Decoded = TypeVar("Decoded")
+
+LOCAL_TASKS = 32
+"""Tasks of one job on the local backend, unless `site.extra.max_tasks` says otherwise."""
 
 
 def templates() -> dict[str, str]:
@@ -39,12 +46,23 @@ def check(plan: Plan, site: Site) -> None:
     for job in plan.jobs:
         shape(job)
         chunks(job, site)
+        check_size(job.name, job.array_size or 1, site=site)
         _check_job(job, site, site.placement(job.role))
     hours = plan.node_hours()
     if site.max_node_hours is not None and hours > site.max_node_hours:
         raise SiteError(
             f"the plan asks for {hours:.1f} node-hours, above site.max_node_hours="
             f"{site.max_node_hours:g}; ask for fewer nodes or less walltime, or raise the limit"
+        )
+
+
+def check_size(job: str, count: int, *, site: Site) -> None:
+    """Refuses more tasks of a job than one machine can bear, where all of them share one."""
+    most = int(site.extra.get("max_tasks", LOCAL_TASKS))
+    if site.backend is Backend.local and count > most:
+        raise SiteError(
+            f"{count} tasks of job {job!r} are too many for one machine; ask for at most {most}, "
+            "or set site.extra.max_tasks"
         )
 
 
@@ -114,15 +132,23 @@ def prepare(run: RunDirectory, *, plan: Plan, site: Site) -> list[Path]:
 def load(run: RunDirectory) -> tuple[Plan, Site]:
     """The frozen plan and site. Raises RunNotFound or PlanError naming the file."""
     try:
-        plan = msgspec.json.decode(run.plan.read_bytes(), type=Plan)
-        site = msgspec.json.decode(run.site.read_bytes(), type=Site)
+        plan = _decode(run.plan, Plan)
+        site = _decode(run.site, Site)
     except FileNotFoundError as err:
         raise RunNotFound(f"{run.root} is no run directory: {err.filename} is missing") from err
-    except msgspec.DecodeError as err:
+    except (msgspec.DecodeError, UnicodeDecodeError) as err:
         raise PlanError(f"plan.json or site.json in {run.root} is damaged: {err}") from err
     if plan.format > FORMAT:
         raise PlanError(f"{run.plan} has format {plan.format}, newer than {FORMAT}; update")
     return plan, site
+
+
+def _decode(path: Path, kind: type[Decoded]) -> Decoded:
+    data = msgspec.json.decode(path.read_bytes())
+    wrong = unknown_key(data, kind)
+    if wrong is not None:
+        raise PlanError(f"{path}: {wrong}")
+    return msgspec.convert(data, kind)
 
 
 def readme(plan: Plan, site: Site) -> str:

@@ -46,6 +46,8 @@ class Placement:
     cpus_per_node: int | None = None
     """Cores of a node here: a job asks for no more."""
     memory_mib: int | None = None
+    gpu_memory_mib: int | None = None
+    """Memory of one GPU here: a learner that needs more is refused before it is queued."""
     on_preempt: OnPreempt = OnPreempt.requeue
     directives: tuple[str, ...] = ()
     """Further `#SBATCH` options, e.g. `--exclusive`; values are quoted by the renderer."""

@@ -16,7 +16,7 @@ from hpc.errors import PlanError, RunNotFound, SubmitError
 from hpc.files import publish
 from hpc.ledger import format_indexes
 from hpc.plan import Job, Plan
-from hpc.prepare import check, check_cluster, indexes_of, load, prepare, unfinished
+from hpc.prepare import check, check_cluster, check_size, indexes_of, load, prepare, unfinished
 from hpc.queueing import adopt, submit, submitted, without
 from hpc.rundir import RunDirectory
 from hpc.site import Backend, Site
@@ -167,14 +167,16 @@ def scale(run_directory: Path, job_name: str, count: int) -> None:
     job = _array_job(plan, job_name)
     if count < 1:
         raise PlanError(f"{count} tasks of {job.name!r} are too few; give at least 1")
+    check_size(job.name, count, site=site)
     if run.stop_request.exists():
         raise SubmitError(f"run {run.name!r} was cancelled; `prorl-hpc resume` goes on")
     with _alone(run):
+        if site.backend is Backend.local and local.supervisor_pid(run) is None:
+            raise SubmitError(f"run {run.name!r} isn't running; `prorl-hpc resume` goes on")
         run.desired(job.name).parent.mkdir(exist_ok=True)
         publish(run.desired(job.name), data=f"{count}\n".encode())
         if site.backend is Backend.local:
-            if not local.notify(run, number=signal.SIGHUP):
-                raise SubmitError(f"run {run.name!r} isn't running; `prorl-hpc resume` goes on")
+            local.notify(run, number=signal.SIGHUP)  # one that ends just now reads it at a resume
             return
         found = [state for state in states(run) if state.job == job.name]
         surplus = [s for s in found if s.index >= count and s.phase in (*ALIVE, Phase.unknown)]

@@ -70,6 +70,11 @@ def compose_data(overrides: Sequence[str], *, recipe_dir: Path | None = None) ->
         raise RecipeError(f"{key} has no value; add {key}=... or set it in the recipe") from err
     except (HydraException, OmegaConfBaseException) as err:
         raise _readable(err) from err
+    except yaml.YAMLError as err:
+        place = " ".join(str(err).split())
+        raise RecipeError(f"a recipe file isn't YAML: {place}; correct it") from err
+    except (OSError, UnicodeDecodeError) as err:
+        raise RecipeError(f"a recipe file can't be read: {err}") from err
     assert isinstance(data, dict)
     return {str(key): value for key, value in data.items()}
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from hpc.errors import SiteError
 from hpc.plan import Job, Plan, Resources
 from hpc.site import Placement, Site
+from prorl_hpc.learner.memory import check_memory, facts_for
 from prorl_hpc.recipe import Recipe, RecipeError
 
 LEARNER_GRACE_SECONDS = 300
@@ -131,6 +132,7 @@ def _learner(
         minutes=wanted.walltime_minutes,
         memory_key="learner.memory_mib",
     )
+    _check_learner_memory(recipe, site.placement("learner"))
     return Job(
         name="learner",
         role="learner",
@@ -177,6 +179,21 @@ def _check_room(
             f"{memory_key}={memory_mib} exceeds the {place.memory_mib} MiB of a node on partition "
             f"{place.partition!r} of site {site.name!r}; lower it"
         )
+
+
+def _check_learner_memory(recipe: Recipe, place: Placement) -> None:
+    """Refuses a learner that can't fit where the site says how much there is."""
+    wanted = recipe.learner
+    if wanted.gpus_per_node:
+        available = place.gpu_memory_mib
+    else:
+        stated = place.memory_mib is not None
+        available = wanted.memory_mib // wanted.ranks_per_node if stated else None
+    if available is None or (recipe.model.path is None and not recipe.model.config):
+        return
+    facts = facts_for(recipe)
+    if facts is not None:
+        check_memory(recipe, facts, available_bytes=available << 20)
 
 
 def _grace(resources: Resources, wanted: int) -> int:

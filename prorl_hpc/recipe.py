@@ -14,6 +14,7 @@ import msgspec
 import yaml
 
 from hpc.errors import UserError
+from hpc.keys import unknown_key
 from hpc.site import Site
 
 
@@ -298,6 +299,8 @@ class BufferConfig:
     max_infrastructure_retries: int = 3
     peer_seconds: float = 3600.0
     """Without a learner or any rollout node for so long, the run ends and says who was missing."""
+    curriculum: bool = False
+    """Pass over most instances that were always, or never, solved when they last came up."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -321,6 +324,7 @@ class LearnerConfig:
     batch_seconds: float = 7200.0
     """No batch for so long: the learner releases its GPUs and says what it waited for."""
     export_every_steps: int | None = None
+    """Every so many steps, and at the last, the policy goes to `export/`, which nothing cleans."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -357,6 +361,9 @@ class Recipe:
 
 def site_of(recipe: Recipe) -> Site:
     """The recipe's site; raises RecipeError naming the key that is wrong."""
+    wrong = unknown_key(recipe.site, Site, path="site")
+    if wrong is not None:
+        raise RecipeError(f"{wrong} Correct the site profile")
     try:
         return msgspec.convert(recipe.site, Site, strict=False)
     except msgspec.ValidationError as err:
@@ -367,12 +374,18 @@ def load_recipe(path: Path) -> Recipe:
     """Reads a frozen `recipe.yaml`; raises RecipeError for a file that isn't one."""
     try:
         data = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as err:
-        raise RecipeError(f"recipe file {str(path)!r} can't be read: {err}") from err
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as err:
+        reason = " ".join(str(err).split())
+        raise RecipeError(f"recipe file {str(path)!r} can't be read: {reason}") from err
+    wrong = unknown_key(data, Recipe)
+    if wrong is not None:
+        raise RecipeError(f"{path.name}: {wrong}")
     try:
         recipe = msgspec.convert(data, Recipe, strict=False)
     except msgspec.ValidationError as err:
         raise RecipeError(f"{path.name}: {err}") from err
+    if recipe.site:
+        site_of(recipe)
     check(recipe)
     return recipe
 
@@ -385,6 +398,9 @@ def dump_recipe(recipe: Recipe) -> str:
 
 def check(recipe: Recipe) -> Recipe:
     """Returns the recipe; raises RecipeError for values that can't work together."""
+    from prorl_hpc.limits import check_numbers
+
+    check_numbers(recipe)
     for key, value in _positive(recipe):
         if isinstance(value, bool) or value <= 0:
             raise RecipeError(f"{key}={value} must be above 0")
@@ -424,6 +440,8 @@ def _positive(recipe: Recipe) -> list[tuple[str, float]]:
         ("buffer.group_deadline_seconds", recipe.buffer.group_deadline_seconds),
         ("model.context_tokens", recipe.model.context_tokens),
     ]
+    if recipe.learner.export_every_steps is not None:
+        values.append(("learner.export_every_steps", recipe.learner.export_every_steps))
     for name, task in recipe.tasks.items():
         for label in ("train_size", "max_new_tokens", "temperature", "num_rollouts"):
             value = getattr(task, label)
@@ -464,6 +482,13 @@ def _check_algorithm(recipe: Recipe) -> None:
         raise RecipeError("learner.deterministic=true needs algorithm.max_staleness=0")
     if recipe.learner.deterministic and recipe.learner.publish_every_steps != 1:
         raise RecipeError("learner.deterministic=true needs learner.publish_every_steps=1")
+    every = recipe.learner.publish_every_steps
+    if every > algorithm.max_staleness + 1:
+        raise RecipeError(
+            f"learner.publish_every_steps={every} needs algorithm.max_staleness={every - 1} or "
+            f"more (it is {algorithm.max_staleness}): rollouts would wait for a policy that never "
+            "comes"
+        )
     if recipe.buffer.colocate not in ("none", "learner"):
         raise RecipeError(f"buffer.colocate={recipe.buffer.colocate!r}; choose none or learner")
     if not 0 < algorithm.clip_low < 1:

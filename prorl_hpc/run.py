@@ -72,5 +72,10 @@ class Run(RunDirectory):
         return self.root / "scale.json"
 
     @property
+    def evaluations(self) -> Path:
+        """Results of `prorl-hpc eval` over several versions, with their jobs' logs."""
+        return self.root / "evaluations"
+
+    @property
     def report(self) -> Path:
         return self.root / "report.html"

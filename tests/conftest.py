@@ -5,7 +5,7 @@ import re
 import signal
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 # Before torch or tokenizers are imported by any test module.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -14,7 +14,15 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 for name in [n for n in os.environ if re.match(r"(SLURM|SBATCH|SRUN|APPTAINER|SINGULARITY)_", n)]:
     del os.environ[name]
 
-settings.register_profile("repeatable", deadline=None, derandomize=True, print_blob=True)
+# A loaded machine is no reason to fail: no bound on an example's time, none on making it.
+settings.register_profile(
+    "repeatable",
+    deadline=None,
+    derandomize=True,
+    print_blob=True,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 settings.load_profile("repeatable")
 
 FIXTURE_MARKERS = {

@@ -12,6 +12,10 @@ from prorl_hpc.recipe import AgentKind, TaskConfig
 
 def make_agent(config: TaskConfig, *, tokenizer: Any) -> Agent:
     """Raises TokenizerError when the chat template can't carry the agent's observations."""
+    if config.options.get("replay"):
+        from prorl_hpc.tasks.swe.rehearse import make_rehearsal
+
+        return make_rehearsal(config, tokenizer=tokenizer)
     if config.agent is AgentKind.bash:
         return Bash(observation_renderer(tokenizer, role="user"))
     if config.agent is AgentKind.tools:

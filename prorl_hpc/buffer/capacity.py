@@ -4,7 +4,7 @@ At most `(max_staleness + version + 1) * batch_groups` groups, and one more for 
 sample (filtered by the learner, or dropped by the buffer). Pure.
 """
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 
 from prorl_hpc.buffer.manifest import Limit, Line
@@ -40,6 +40,11 @@ class Capacity:
         """Version at which the group came within the limit."""
         place = bisect_right(self._limits, group_id)
         return self._versions[place] if place < len(self._versions) else self.newest_version
+
+    def first_of(self, version: int) -> int:
+        """First group of that version: all below belong to earlier ones."""
+        place = bisect_left(self._versions, version)
+        return self._limits[place - 1] if place > 0 else 0
 
     def grow(self, *, version: int, filtered: int) -> Limit | None:
         """Raises the limit to what these totals allow; the line to record, or None."""

@@ -10,8 +10,9 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
+import msgspec
 import zmq
 import zmq.asyncio
 
@@ -33,8 +34,12 @@ from prorl_hpc.buffer.messages import (
 Locate = Callable[[], str | None]
 """Where the buffer is now (`tcp://host:port`); None while it isn't up."""
 
+R = TypeVar("R", bound=msgspec.Struct)
+
 RESEND_SECONDS = 5.0
 BULK_RESEND_SECONDS = 30.0
+LOOK_SECONDS = 0.5
+"""The published endpoint (a file on the shared file system) is read at most so often."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,6 +93,24 @@ def gone(address: str | None, *, seconds: float) -> BufferGone:
     return BufferGone(
         f"no answer from the buffer at {where} for {seconds:.0f} s; look at logs/buffer of the run"
     )
+
+
+def locator(locate: Locate | str) -> Locate:
+    """A way to the buffer from its address, or the way itself."""
+    if isinstance(locate, str):
+        address: str = locate
+        return lambda: address
+    return locate
+
+
+def expect(reply: object, want: type[R]) -> R:
+    """The reply, which must be of that type."""
+    if not isinstance(reply, want):
+        raise WireError(
+            f"the buffer answered {type(reply).__name__} where {want.__name__} was expected; "
+            "use one version of prorl-hpc for the whole run"
+        )
+    return reply
 
 
 class BlockingChannel:
@@ -187,8 +210,9 @@ class AsyncChannel:
         self._waiting: dict[int, asyncio.Future[AnyReply]] = {}
         self._requests = 0
         self._heard = 0.0
+        self._looked = 0.0
 
-    async def ask(self, body: AnyRequest, *, arrays: Sequence[bytes] = ()) -> AnyReply:
+    async def ask(self, body: AnyRequest, *, arrays: Sequence[frames.Frame] = ()) -> AnyReply:
         """Sends `body` until it is answered. Raises BufferGone, Fenced, Refused."""
         # Big messages are only sent again on a socket that has been silent for long.
         patience = BULK_RESEND_SECONDS if arrays else RESEND_SECONDS
@@ -216,7 +240,7 @@ class AsyncChannel:
         await self._drop()
         self._context.term()
 
-    async def _send(self, message: list[bytes]) -> None:
+    async def _send(self, message: list[frames.Frame]) -> None:
         if self._socket is None and not self._connect():
             await asyncio.sleep(0.2)
             return
@@ -240,6 +264,9 @@ class AsyncChannel:
 
     def _reconsider(self) -> None:
         """Leaves a socket that has been silent, or whose buffer has moved."""
+        if time.monotonic() - self._looked < LOOK_SECONDS:
+            return  # another request in flight has just looked
+        self._looked = time.monotonic()
         moved = (self._locate() or self.address) != self.address
         if self._socket is None or not (
             moved or time.monotonic() - self._heard > 2 * RESEND_SECONDS

@@ -34,6 +34,8 @@ class BufferConfig:
     deterministic: bool
     """Groups are handed out in the order of their ids and are pinned to a policy version."""
     stages: tuple[Stage, ...] = ()
+    curriculum: bool = False
+    """Instances always or never solved in their newest group are mostly passed over."""
 
     def stage(self, version: int) -> Stage | None:
         """The stage in force for groups that come up at `version`."""

@@ -2,28 +2,33 @@
 
     leased ──► admitted (writing) ──► stored ──► closing (record on its way) ──► closed ──► taken
 
-Facts that must survive a restart leave as manifest lines through `drain_lines` and come back
-through `recorded` once durable; `restore` rebuilds everything but leases, which are soft state.
+Durable facts and what follows from them are in `book`.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 from enum import StrEnum
 
-from prorl_hpc.buffer.capacity import Capacity
-from prorl_hpc.buffer.config import BufferConfig
+from prorl_hpc.buffer.book import GroupBook
+from prorl_hpc.buffer.curriculum import SOLVED
 from prorl_hpc.buffer.groups import Location, OpenGroup, SlotState, reference
-from prorl_hpc.buffer.handout import Handout
-from prorl_hpc.buffer.leases import LeaseBook
-from prorl_hpc.buffer.manifest import Closed, Dropped, Line, Quarantined, Shard, Validation
-from prorl_hpc.buffer.messages import VALIDATION_BASE, Claim, GroupIds, GroupRef
-from prorl_hpc.buffer.mixture import Mixture, group_seed
-from prorl_hpc.buffer.validation import IDS_PER_VERSION, ValidationSet
+from prorl_hpc.buffer.manifest import (
+    Closed,
+    Validation,
+)
+from prorl_hpc.buffer.messages import (
+    VALIDATION_BASE,
+    Claim,
+    GroupIds,
+    GroupRef,
+    ValidationReply,
+)
+from prorl_hpc.buffer.mixture import group_seed
 from prorl_hpc.records import Kind, Lease, Trajectory
 
 GRACE_SECONDS = 5.0
 """A younger lease isn't missed in a heartbeat: its reply may still be on its way."""
-CLAIM_SECONDS = 5.0
+MAX_FAILURE_KINDS = 30
+MAX_FAILURE_CHARACTERS = 160
 
 
 class Admission(StrEnum):
@@ -38,27 +43,8 @@ class Admission(StrEnum):
     retry = "retry"
 
 
-class Dispatcher:
+class Dispatcher(GroupBook):
     """The state of all groups of a run."""
-
-    def __init__(self, config: BufferConfig, *, first_lease_id: int = 1) -> None:
-        self.config = config
-        self.counters: Counter[str] = Counter()
-        self.capacity = Capacity(
-            batch_groups=config.batch_groups, max_staleness=config.max_staleness
-        )
-        self.leases = LeaseBook(lease_seconds=config.lease_seconds, first_id=first_lease_id)
-        self.handout = Handout(deterministic=config.deterministic)
-        self.open: dict[int, OpenGroup] = {}
-        self.closed: dict[int, Closed] = {}
-        self.dropped: set[int] = set()
-        self._mixture = Mixture(config.tasks, seed=config.seed)
-        self._next_group = 0
-        self._needy: set[int] = set()
-        self._closing: dict[int, Closed | Dropped] = {}
-        self._validations: dict[int, ValidationSet] = {}
-        self._lines: list[Line] = []
-        self._hold_until = float("-inf")
 
     # --- rollout nodes
 
@@ -129,6 +115,7 @@ class Dispatcher:
         if not t.outcome.usable and self._retry(group, t, now=now):
             return Admission.retry
         slot.state = SlotState.writing
+        slot.solved = None if t.reward is None else t.reward >= SOLVED
         group.instance_id = t.instance_id
         if group.deadline is None:
             group.deadline = now + self.config.group_deadline_seconds
@@ -150,6 +137,9 @@ class Dispatcher:
             self.counters["lease_expired"] += 1
             self._end_lease(lease_id, now=now)
         for group in list(self.open.values()):
+            if group.kind is Kind.validation and group.deadline is None and self._due(group, now):
+                # It ends even if no node ever takes it: the learner waits for it.
+                group.deadline = now + self.config.group_deadline_seconds
             if group.deadline is not None and now >= group.deadline and not group.writing:
                 self._overdue(group, now=now)
 
@@ -192,80 +182,26 @@ class Dispatcher:
 
     def validate(self, *, version: int, counts: dict[str, int], num_rollouts: int) -> None:
         """Opens the groups of a validation; again for the same version: nothing changes."""
-        if version not in self._validations:
+        if self.opening.validation(version) is None:
             line = Validation(version=version, counts=counts, num_rollouts=num_rollouts)
             self._open_validation(line)
             self._lines.append(line)
 
-    def validation_results(self, version: int) -> tuple[list[GroupRef] | None, int]:
-        """(groups when all are closed or dropped, number dropped); None: not yet, or unknown."""
-        wanted = self._validations.get(version)
+    def validation_results(self, version: int) -> ValidationReply:
+        """What there is of a validation, and what is missing."""
+        wanted = self.opening.validation(version)
         if wanted is None:
-            return None, 0
+            return ValidationReply(groups=None)
         ids = wanted.group_ids
-        if any(g not in self.closed and g not in self.dropped for g in ids):
-            return None, 0
-        refs = [reference(self.closed[g]) for g in ids if g in self.closed]
-        return refs, len(ids) - len(refs)
-
-    # --- durable facts
-
-    def drain_lines(self) -> list[Line]:
-        """Manifest lines to write, in this order."""
-        lines, self._lines = self._lines, []
-        return lines
-
-    def recorded(self, line: Line) -> None:
-        """A drained line is durable."""
-        if isinstance(line, Closed | Dropped) and self._closing.get(line.group) == line:
-            del self._closing[line.group]
-            self._settle(line)
-
-    def quarantine(self, shard: int, *, reason: str, group_id: int | None) -> None:
-        """A shard is lost. Remakes what it held of groups that nobody has taken, and of `group_id`.
-
-        `group_id` is the group over which the learner noticed; it is not trained yet.
-        """
-        if group_id is not None:
-            self.handout.held.discard(group_id)
-        self._lines.append(Quarantined(number=shard, reason=reason))
-        touched = [
-            line
-            for line in [*self.closed.values(), *self._closing.values()]
-            if isinstance(line, Closed) and line.touches(shard)
-        ]
-        for line in touched:
-            if line.group not in self.handout.consumed and line.group not in self.handout.held:
-                self._reopen(line)
-        for group in self.open.values():
-            lost = group.lose_shard(shard)
-            self.counters["lost"] += lost
-            if lost:
-                self._needy.add(group.group_id)
-        if group_id in self.closed:
-            self.handout.add(self.closed[group_id])
-
-    def restore(self, lines: Sequence[Line], *, now: float) -> None:
-        """Rebuilds the state from the manifest's valid lines. Call once, before anything else.
-
-        Nothing is leased for a moment, so that nodes at work can claim what they hold.
-        """
-        lost = {line.number for line in lines if isinstance(line, Quarantined)}
-        self.capacity.restore(lines)
-        for line in lines:
-            if isinstance(line, Validation):
-                self._open_validation(line)
-        settled = {line.group: line for line in lines if isinstance(line, Closed | Dropped)}
-        for line in settled.values():
-            if isinstance(line, Dropped) or not any(line.touches(shard) for shard in lost):
-                self._settle(line)
-        for shard in (line for line in lines if isinstance(line, Shard)):
-            if shard.number not in lost:
-                self._restore_shard(shard)
-        for group in [g for g in self.open.values() if g.complete]:
-            self._close(group, reason="complete")
-        if self.capacity.limit:
-            self._hold_until = now + min(CLAIM_SECONDS, self.config.lease_seconds / 6)
+        refs = tuple(reference(self.closed[g]) for g in ids if g in self.closed)
+        num_dropped = sum(g in self.dropped for g in ids)
+        num_open = len(ids) - len(refs) - num_dropped
+        return ValidationReply(
+            groups=refs if num_open == 0 else None,
+            num_dropped=num_dropped,
+            num_open=num_open,
+            closed=() if num_open == 0 else refs,
+        )
 
     # --- inside
 
@@ -300,13 +236,6 @@ class Dispatcher:
             self._needy.discard(group.group_id)
         return held.lease_id
 
-    def _restore_shard(self, shard: Shard) -> None:
-        for row, (group_id, rollout, usable) in enumerate(shard.rows):
-            self.counters["trajectories"] += 1
-            group = self.open.get(group_id) or self._open_late(group_id)
-            if group is not None and rollout < group.num_rollouts:
-                group.store(rollout, location=(shard.number, row), usable=usable)
-
     def _candidate(
         self, worker: str, *, tried: set[int], now: float, alone: bool
     ) -> OpenGroup | None:
@@ -329,6 +258,11 @@ class Dispatcher:
         version = self.handout.version if self.handout.announced else None
         return version is None or (group.policy_version or 0) <= version
 
+    def _due(self, group: OpenGroup, now: float) -> bool:
+        """Whether there are nodes that should be at work on the group."""
+        present = self.leases.num_workers(now=now) > 0
+        return present and self.handout.announced and self._timely(group)
+
     def _lease(self, group: OpenGroup, rollouts: list[int], *, worker: str, now: float) -> Lease:
         lease_id = self._grant(group, rollouts, worker=worker, now=now)
         assert group.deadline is not None
@@ -346,18 +280,12 @@ class Dispatcher:
             context_tokens=group.context_tokens,
         )
 
-    def _end_lease(self, lease_id: int, *, now: float, avoid: bool = True) -> None:
-        held = self.leases.end(lease_id)
-        group = self.open.get(held.group_id) if held is not None else None
-        if held is not None and group is not None:
-            until = now + self.config.lease_seconds if avoid else now
-            group.lose(held.rollouts, lease_id=lease_id, worker=held.worker, until=until)
-            if group.has_missing:
-                self._needy.add(group.group_id)
-
     def _retry(self, group: OpenGroup, t: Trajectory, *, now: float) -> bool:
         """Notes an infrastructure failure; whether the rollout is to be tried again."""
         self.counters[f"failure/{t.task}"] += 1
+        what = f"{t.task}: {t.detail or t.finish_reason}"[:MAX_FAILURE_CHARACTERS]
+        full = what not in self.failures and len(self.failures) >= MAX_FAILURE_KINDS
+        self.failures["others" if full else what] += 1
         slot = group.slots[t.rollout_index]
         slot.num_failures += 1
         if slot.num_failures > self.config.max_infrastructure_retries:
@@ -377,104 +305,6 @@ class Dispatcher:
         self.counters["group_retried"] += 1
         for lease_id in group.lease_ids:
             self._end_lease(lease_id, now=now)
-
-    def _close(self, group: OpenGroup, *, reason: str) -> None:
-        """Takes the group out of work; it is closed (or dropped) once the record is durable."""
-        line: Closed | Dropped = group.closed(reason=reason)
-        if group.num_usable < group.min_usable:
-            why = f"{group.num_usable} of {group.num_rollouts} usable when {reason}"
-            line = Dropped(group=group.group_id, kind=group.kind, reason=why)
-        self._forget(group.group_id)
-        self._closing[group.group_id] = line
-        self._lines.append(line)
-
-    def _settle(self, line: Closed | Dropped) -> None:
-        self._forget(line.group)
-        if isinstance(line, Closed):
-            self.counters[f"closed_{line.reason}"] += 1
-            self.closed[line.group] = line
-            self.handout.add(line)
-            return
-        self.counters["dropped"] += 1
-        self.dropped.add(line.group)
-        if line.kind is Kind.train:
-            self.capacity.num_dropped += 1
-            self._grow()
-
-    def _reopen(self, line: Closed) -> None:
-        """A closed group is open again, with all that it has."""
-        self.closed.pop(line.group, None)
-        self._closing.pop(line.group, None)
-        self.handout.withdraw(line.group)
-        group = self._make(line.group)
-        if group is not None:
-            group.instance_id = line.instance_id
-            for rollout, number, row, usable in line.rollouts:
-                group.store(rollout, location=(number, row), usable=usable)
-
-    def _forget(self, group_id: int) -> None:
-        group = self.open.pop(group_id, None)
-        self._needy.discard(group_id)
-        for lease_id in group.lease_ids if group is not None else ():
-            self.leases.end(lease_id)
-
-    def _grow(self) -> None:
-        if self.handout.announced:
-            line = self.capacity.grow(version=self.handout.version, filtered=self.handout.filtered)
-            if line is not None:
-                self._lines.append(line)
-
-    def _known(self, group_id: int) -> bool:
-        return (
-            group_id in self.open
-            or group_id in self.closed
-            or group_id in self.dropped
-            or group_id in self._closing
-            or group_id in self.handout.consumed
-        )
-
-    def _open_late(self, group_id: int) -> OpenGroup | None:
-        """A training group that this attempt has not leased yet, but an earlier one has."""
-        if 0 <= group_id < self.capacity.limit and not self._known(group_id):
-            return self._open(group_id)
-        return None
-
-    def _make(self, group_id: int) -> OpenGroup | None:
-        if group_id < VALIDATION_BASE:
-            return self._open(group_id)
-        wanted = self._validations.get((group_id - VALIDATION_BASE) // IDS_PER_VERSION)
-        if wanted is not None:
-            self._enter(wanted.open_group(group_id))
-        return self.open.get(group_id)
-
-    def _open(self, group_id: int) -> OpenGroup:
-        version = self.capacity.version_of(group_id)
-        task, index = self._mixture.pick(group_id)
-        stage = self.config.stage(version)
-        number = self.config.rollouts_of(task, stage=stage)
-        return self._enter(
-            OpenGroup(
-                group_id=group_id,
-                kind=Kind.train,
-                task=task,
-                instance_index=index,
-                num_rollouts=number,
-                min_usable=min(self.config.min_usable, number),
-                policy_version=version if self.config.deterministic else None,
-                context_tokens=stage.context_tokens if stage is not None else None,
-            )
-        )
-
-    def _enter(self, group: OpenGroup) -> OpenGroup:
-        self.open[group.group_id] = group
-        self._needy.add(group.group_id)
-        return group
-
-    def _open_validation(self, line: Validation) -> None:
-        wanted = self._validations[line.version] = ValidationSet(line)
-        for group_id in wanted.group_ids:
-            if not self._known(group_id):
-                self._enter(wanted.open_group(group_id))
 
     def _too_late(self, t: Trajectory) -> Admission:
         line = self.closed.get(t.group_id) or self._closing.get(t.group_id)

@@ -13,7 +13,7 @@ import msgspec
 from hpc.errors import UserError
 from hpc.files import publish_with
 from prorl_hpc.buffer.groups import reference
-from prorl_hpc.buffer.manifest import Closed, Quarantined, valid_lines
+from prorl_hpc.buffer.manifest import Closed, Merged, Moves, Quarantined, valid_lines
 from prorl_hpc.buffer.reader import GroupReader
 from prorl_hpc.records import Kind, Trajectory
 from prorl_hpc.run import Run
@@ -29,14 +29,17 @@ def closed_groups(run: Run, *, kind: Kind | None = None) -> list[Closed]:
     """The groups' newest closing records, in the order of their ids, without lost ones."""
     lost: set[int] = set()
     groups: dict[int, Closed] = {}
+    moves = Moves()
     for line in valid_lines(run.manifest):
         if isinstance(line, Closed):
             groups[line.group] = line
         elif isinstance(line, Quarantined):
             lost.add(line.number)
+        elif isinstance(line, Merged):
+            moves.add(line)
     return [
         line
-        for _, line in sorted(groups.items())
+        for line in (moves.of(groups[group_id]) for group_id in sorted(groups))
         if (kind is None or line.kind is kind) and not any(line.touches(n) for n in lost)
     ]
 

@@ -63,14 +63,17 @@ def decode_reply(frame: Frame) -> AnyReply:
     return _decode(_replies, frame)
 
 
-def encode_push(trajectories: Sequence[Trajectory]) -> tuple[Push, list[bytes]]:
-    """Body and array frames of one push. Raises RecordError for a bad trajectory."""
+def encode_push(trajectories: Sequence[Trajectory]) -> tuple[Push, list[Frame]]:
+    """Body and array frames of one push. Raises RecordError for a bad trajectory.
+
+    The frames of a single trajectory are its own memory: don't write to it before the ack.
+    """
     rows = tuple(_row(t.check()) for t in trajectories)
-    arrays = []
+    arrays: list[Frame] = []
     for name, dtype in ARRAYS:
         parts = [getattr(t, name) for t in trajectories]
         flat = np.concatenate(parts) if len(parts) != 1 else parts[0]
-        arrays.append(np.ascontiguousarray(flat, dtype=dtype).tobytes())
+        arrays.append(np.ascontiguousarray(flat, dtype=dtype).view(np.uint8).data)
     return Push(rows=rows), arrays
 
 

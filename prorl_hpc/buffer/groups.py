@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from prorl_hpc.buffer.manifest import Closed
+from prorl_hpc.buffer.manifest import Closed, Moves
 from prorl_hpc.buffer.messages import GroupRef
 from prorl_hpc.records import Kind, Trajectory
 
@@ -30,6 +30,8 @@ class Slot:
     lease_id: int | None = None
     location: Location | None = None
     usable: bool = False
+    solved: bool | None = None
+    """Whether its reward counts as solved; None when it isn't known."""
     num_failures: int = 0
     avoid: str = ""
     """Worker that lost it; another one is preferred ..."""
@@ -51,6 +53,8 @@ class OpenGroup:
     context_tokens: int | None
     deadline: float | None = None
     """Clock time; None before its first lease."""
+    one_instance: bool = False
+    """Whether a rollout of another instance than the first one's is refused."""
     retried: bool = False
     instance_id: str = ""
     slots: list[Slot] = field(default_factory=list)
@@ -112,6 +116,8 @@ class OpenGroup:
         """Whether the trajectory is what a lease of this group asks for."""
         if t.task != self.task or t.kind is not self.kind:
             return False
+        if self.one_instance and self.instance_id not in ("", t.instance_id):
+            return False
         pinned = self.policy_version
         return pinned is None or bool((t.versions[t.loss_mask == 1] == pinned).all())
 
@@ -122,9 +128,18 @@ class OpenGroup:
             slot.state, slot.location = SlotState.missing, None
         return len(lost)
 
+    def relocate(self, moves: Moves) -> None:
+        """Some of its rollouts lie elsewhere now."""
+        for slot in self.slots:
+            if slot.location is not None:
+                slot.location = moves.place(*slot.location)
+
     def closed(self, *, reason: str) -> Closed:
         """The record of its closing, with what is stored by now."""
+        known = [s.solved for s in self.slots if s.usable and s.solved is not None]
         return Closed(
+            num_solved=sum(known),
+            num_known=len(known),
             group=self.group_id,
             kind=self.kind,
             task=self.task,

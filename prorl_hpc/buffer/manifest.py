@@ -50,6 +50,13 @@ class Shard(Line, frozen=True, kw_only=True):
     """(group, rollout index, usable) of each row."""
 
 
+class Merged(Shard, frozen=True, kw_only=True):
+    """A shard with all rows of small ones, which don't count from here on."""
+
+    sources: tuple[tuple[int, int], ...]
+    """(number, first row here) of each: its row `r` is row `first + r` of this shard."""
+
+
 class Closed(Line, frozen=True, kw_only=True):
     """A group that is ready for the learner."""
 
@@ -61,6 +68,9 @@ class Closed(Line, frozen=True, kw_only=True):
     rollouts: tuple[tuple[int, int, int, bool], ...]
     """(rollout index, shard, row, usable) of everything durable, masked rollouts included."""
     reason: str
+    num_solved: int = 0
+    num_known: int = 0
+    """Rewards that were known when it closed, and how many of them count as solved."""
 
     def touches(self, shard: int) -> bool:
         """Whether a usable rollout lies in that shard."""
@@ -73,6 +83,13 @@ class Dropped(Line, frozen=True, kw_only=True):
     group: int
     kind: Kind
     reason: str
+
+
+class Chosen(Line, frozen=True, kw_only=True):
+    """The instance that the curriculum chose for a training group."""
+
+    group: int
+    index: int
 
 
 class Limit(Line, frozen=True, kw_only=True):
@@ -103,7 +120,9 @@ class Finished(Line, frozen=True, kw_only=True):
     reason: str
 
 
-AnyLine = Owner | Shard | Closed | Dropped | Limit | Validation | Quarantined | Finished
+AnyLine = (
+    Owner | Shard | Merged | Closed | Dropped | Chosen | Limit | Validation | Quarantined | Finished
+)
 
 _decoder = msgspec.json.Decoder(AnyLine)
 _encoder = msgspec.json.Encoder()
@@ -136,6 +155,55 @@ def valid_lines(path: Path) -> Iterator[AnyLine]:
             owner = max(owner, line.owner)
         if line.owner >= owner:
             yield line
+
+
+class Moves:
+    """Where rows lie by now: old places stay valid through the merges that came after."""
+
+    def __init__(self, lines: Iterable[Line] = ()) -> None:
+        self._moved: dict[int, tuple[int, int]] = {}
+        for line in lines:
+            if isinstance(line, Merged):
+                self.add(line)
+
+    def __contains__(self, shard: int) -> bool:
+        return shard in self._moved
+
+    def add(self, line: Merged) -> None:
+        """The sources' rows lie in the merged shard now."""
+        for source, first in line.sources:
+            self._moved[source] = (line.number, first)
+
+    def place(self, shard: int, row: int) -> tuple[int, int]:
+        """Present (shard, row) of what was sealed, or last known, there."""
+        while shard in self._moved:
+            shard, first = self._moved[shard]
+            row += first
+        return shard, row
+
+    def of(self, line: Closed) -> Closed:
+        """The same closing record, with present places."""
+        if not any(shard in self._moved for _, shard, _, _ in line.rollouts):
+            return line
+        rollouts = tuple(
+            (rollout, *self.place(shard, row), usable)
+            for rollout, shard, row, usable in line.rollouts
+        )
+        return msgspec.structs.replace(line, rollouts=rollouts)
+
+
+def live_shards(lines: Iterable[Line]) -> dict[int, Shard]:
+    """Shards in force, by number: neither merged into another one nor quarantined."""
+    shards: dict[int, Shard] = {}
+    for line in lines:
+        if isinstance(line, Shard):
+            shards[line.number] = line
+        if isinstance(line, Merged):
+            for source, _ in line.sources:
+                shards.pop(source, None)
+        elif isinstance(line, Quarantined):
+            shards.pop(line.number, None)
+    return shards
 
 
 def cut_torn_tail(path: Path) -> None:
@@ -187,7 +255,7 @@ class ManifestTail:
         self._offset = 0
         self._owner = 0
         self._shards: dict[int, Shard] = {}
-        self._identity: tuple[int, int] | None = None
+        self.moves = Moves()
 
     def shard(self, number: int) -> Shard | None:
         """The shard's line, or None when it is unknown or quarantined."""
@@ -207,6 +275,8 @@ class ManifestTail:
                 self._shards[line.number] = line
             elif isinstance(line, Quarantined):
                 self._shards.pop(line.number, None)
+            if isinstance(line, Merged):
+                self.moves.add(line)
 
 
 def _line(raw: bytes, *, path: Path, offset: int) -> AnyLine:

@@ -298,6 +298,10 @@ class ValidationReply(Reply, frozen=True, kw_only=True):
     """None: not all closed yet."""
     num_dropped: int = 0
     """Groups of the validation that were given up (infrastructure failures)."""
+    num_open: int = 0
+    """Groups that are neither closed nor given up yet."""
+    closed: tuple[GroupRef, ...] = ()
+    """While some are open: those that are there."""
 
 
 class Done(Reply, frozen=True, kw_only=True):
@@ -323,7 +327,10 @@ class StatusReply(Reply, frozen=True, kw_only=True):
     learner_seconds: float | None
     """Since the learner was last heard; None: never."""
     counters: dict[str, int]
-    """Late, duplicate, fenced, lost, failures by kind, ..."""
+    """Late, duplicate, fenced, lost, failures by task, ..."""
+    failures: dict[str, int] = {}
+    """Infrastructure failures by task and what went wrong."""
+    num_shards: int = 0
 
 
 class Refusal(Reply, frozen=True, kw_only=True):

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from prorl_hpc.buffer.manifest import ManifestTail
 from prorl_hpc.buffer.messages import GroupRef
 from prorl_hpc.buffer.shard import OpenShard, ShardDamaged
-from prorl_hpc.records import Group
+from prorl_hpc.records import Group, Trajectory
 from prorl_hpc.run import Run
 
 MAX_OPEN_SHARDS = 32
@@ -24,18 +24,31 @@ class GroupReader:
 
     def read(self, ref: GroupRef) -> Group:
         """The group's usable trajectories. Raises ShardDamaged (with `.shard`), ManifestError."""
+        trajectories = tuple(self._trajectory(shard, row) for shard, row in ref.members)
         return Group(
             group_id=ref.group_id,
             kind=ref.kind,
             task=ref.task,
-            instance_id=ref.instance_id,
-            trajectories=tuple(self._shard(shard).read(row) for shard, row in ref.members),
+            # A group that was finished over a restart has its name in the trajectories alone.
+            instance_id=ref.instance_id or next((t.instance_id for t in trajectories), ""),
+            trajectories=trajectories,
         )
 
     def close(self) -> None:
         """Closes the files."""
         while self._open:
             self._open.popitem()[1].close()
+
+    def _trajectory(self, shard: int, row: int) -> Trajectory:
+        while True:
+            number, at = self._tail.moves.place(shard, row)
+            try:
+                return self._shard(number).read(at)
+            except ShardDamaged:
+                # Small shards are merged at any time; the file may just have gone for that.
+                self._tail.refresh()
+                if self._tail.moves.place(shard, row) == (number, at):
+                    raise
 
     def _shard(self, number: int) -> OpenShard:
         if number in self._open:

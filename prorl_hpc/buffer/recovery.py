@@ -7,16 +7,19 @@ import hashlib
 import logging
 import secrets
 import socket
+from contextlib import closing
 from dataclasses import dataclass
 
 from hpc.files import sync_directory
 from prorl_hpc.buffer.manifest import (
     FORMAT,
     Line,
+    ManifestWriter,
     Owner,
     Quarantined,
     Shard,
     cut_torn_tail,
+    live_shards,
     valid_lines,
 )
 from prorl_hpc.buffer.store import read_owner, take_ownership
@@ -38,8 +41,8 @@ class Recovered:
     lines: tuple[Line, ...]
     lost: tuple[Quarantined, ...]
     """Shards found damaged just now (also in `lines`); to be recorded."""
-    num_shards: int
-    num_bytes: int
+    shards: tuple[Shard, ...]
+    """Those in force."""
 
 
 def recover(run: Run, *, attempt: int) -> Recovered:
@@ -52,11 +55,12 @@ def recover(run: Run, *, attempt: int) -> Recovered:
     # First the mark: whatever the old owner writes after it, it won't acknowledge.
     take_ownership(run, owner=generation, token=token)
     cut_torn_tail(run.manifest)
+    owner = Owner(owner=generation, format=FORMAT, attempt=attempt, host=socket.gethostname())
+    # Then the line, before anything is read: what the old owner writes from here on doesn't count.
+    with closing(ManifestWriter(run.manifest, owner=generation)) as manifest:
+        manifest.append([owner])
     lines = list(valid_lines(run.manifest))
-    shards = {line.number: line for line in lines if isinstance(line, Shard)}
-    for line in lines:
-        if isinstance(line, Quarantined):
-            shards.pop(line.number, None)
+    shards = live_shards(lines)
     lost = tuple(
         Quarantined(number=number, reason=reason)
         for number, reason in _damaged(run, shards).items()
@@ -65,14 +69,12 @@ def recover(run: Run, *, attempt: int) -> Recovered:
         quarantine_file(run, line.number, reason=line.reason)
         shards.pop(line.number)
     _sweep(run, keep=set(shards))
-    owner = Owner(owner=generation, format=FORMAT, attempt=attempt, host=socket.gethostname())
     return Recovered(
         owner=owner,
         token=token,
         lines=(*lines, *lost),
         lost=lost,
-        num_shards=len(shards),
-        num_bytes=sum(line.num_bytes for line in shards.values()),
+        shards=tuple(shards.values()),
     )
 
 

@@ -207,8 +207,7 @@ class BufferServer:
             wake=self._wake,
         )
         store.record(recovered.lost)
-        store.num_shards = recovered.num_shards
-        store.stored_bytes = recovered.num_bytes
+        store.restore(recovered.shards)
         # Lease ids of different attempts must not meet: nodes claim theirs after a restart.
         dispatcher = Dispatcher(config, first_lease_id=recovered.owner.owner << 32)
         dispatcher.restore(recovered.lines, now=self._now())

@@ -39,7 +39,6 @@ from prorl_hpc.buffer.messages import (
     TakeReply,
     Validate,
     ValidationQuery,
-    ValidationReply,
 )
 from prorl_hpc.buffer.peers import Peer, Peers
 from prorl_hpc.buffer.store import Sealed, Store
@@ -191,7 +190,9 @@ class Service:
             leases=len(d.leases),
             workers=d.leases.num_workers(now=now),
             learner_seconds=None if heard is None else now - heard,
-            counters=dict(d.counters + self.counters),
+            counters=dict(d.counters + self.counters + Counter(extreme=d.opening.num_extreme)),
+            failures=dict(d.failures),
+            num_shards=self.store.num_shards,
         )
 
     @property
@@ -311,8 +312,11 @@ class Service:
         elif isinstance(body, Validate):
             d.validate(version=body.version, counts=body.counts, num_rollouts=body.num_rollouts)
         elif isinstance(body, Damaged):
-            self._quarantine(body.shard, body.reason)
-            d.quarantine(body.shard, reason=body.reason, group_id=body.group_id)
+            if d.moved(body.shard):
+                d.again(body.group_id)
+            else:
+                self._quarantine(body.shard, body.reason)
+                d.quarantine(body.shard, reason=body.reason, group_id=body.group_id)
         elif isinstance(body, Finish):
             self.phase, self.end_reason = "finished", body.reason
             for peer in self.peers.of("rollout"):
@@ -339,11 +343,10 @@ class Service:
             self._send(poll.address, self._fenced(poll.address.envelope))
             return True
         if isinstance(poll.body, ValidationQuery):
-            groups, dropped = self.dispatcher.validation_results(poll.body.version)
-            if groups is None and not due:
+            found = self.dispatcher.validation_results(poll.body.version)
+            if found.groups is None and not due:
                 return False
-            found = None if groups is None else tuple(groups)
-            self._send(poll.address, ValidationReply(groups=found, num_dropped=dropped))
+            self._send(poll.address, found)
             return True
         if self.dispatcher.handout.num_ready < poll.body.num_groups and not due:
             return False

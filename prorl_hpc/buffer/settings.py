@@ -32,6 +32,7 @@ def config_from_recipe(recipe: Recipe, *, train_size: TrainSize) -> BufferConfig
         group_deadline_seconds=buffer.group_deadline_seconds,
         lease_seconds=buffer.lease_seconds,
         max_infrastructure_retries=buffer.max_infrastructure_retries,
+        curriculum=buffer.curriculum,
         deterministic=recipe.learner.deterministic,
         stages=tuple(
             Stage(

@@ -8,8 +8,11 @@ trajectory; `groups`: one record per group; `side`: JSON per trajectory, with `s
 import hashlib
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -25,6 +28,9 @@ FORMAT = 1
 
 ARRAYS = (("tokens", "<i4"), ("logprobs", "<f4"), ("loss_mask", "u1"), ("versions", "<i4"))
 """Flat over all tokens of the shard."""
+
+MAX_VECTORS = 1024
+"""Pieces per system call (IOV_MAX)."""
 
 TABLE = np.dtype(
     [
@@ -78,30 +84,26 @@ class ShardImage:
 
 
 def shard_image(trajectories: Sequence[Trajectory]) -> ShardImage:
-    """The bytes of a shard file.
+    """The bytes of a shard file; its pieces are the trajectories' own memory.
 
     HDF5 lays the file out in memory, with the big arrays allocated and not written: those go from
-    our memory to the disk without passing through HDF5, which would copy them several times and
-    doesn't survive a full disk.
+    the received messages to the disk without passing through HDF5, which would copy them several
+    times and doesn't survive a full disk.
     """
     lengths = [t.tokens.shape[0] for t in trajectories]
-    arrays = {
-        name: np.ascontiguousarray(np.concatenate([getattr(t, name) for t in trajectories]), dtype)
-        for name, dtype in ARRAYS
-    }
     with os.fdopen(os.memfd_create("shard"), "w+b") as memory:
-        places = _write_skeleton(memory, trajectories, lengths, arrays)
+        places = _write_skeleton(memory, trajectories, lengths)
         memory.flush()
         descriptor = memory.fileno()
-        end = max(
-            [os.fstat(descriptor).st_size, *(at + arrays[name].nbytes for at, name in places)]
-        )
+        total, end = sum(lengths), os.fstat(descriptor).st_size
         parts, position = [], 0
-        for at, name in sorted(places):
-            parts += [_read(descriptor, position, at), arrays[name].view(np.uint8).data]
-            position = at + arrays[name].nbytes
-        parts.append(_read(descriptor, position, end))
-    return ShardImage(parts=tuple(part for part in parts if len(part)), num_bytes=end)
+        for at, name, dtype in sorted(places):
+            parts += [_read(descriptor, position, at), *_pieces(trajectories, name, dtype)]
+            position = at + total * np.dtype(dtype).itemsize
+        parts.append(_read(descriptor, position, max(end, position)))
+    return ShardImage(
+        parts=tuple(part for part in parts if len(part)), num_bytes=max(end, position)
+    )
 
 
 def write_shard(path: Path, *, image: ShardImage) -> str:
@@ -110,25 +112,23 @@ def write_shard(path: Path, *, image: ShardImage) -> str:
     Never replaces a file. Raises OSError with nothing left behind.
     """
     temporary = path.with_name(f".{path.name}.tmp")
-    digest = hashlib.sha256()
-    try:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    # The digest is computed while the disk works: both leave the interpreter to others.
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="shard-digest") as helper:
+        digest = helper.submit(_digest, image.parts)
         try:
-            for part in image.parts:
-                digest.update(part)
-                rest = part
-                while rest:
-                    rest = rest[os.write(descriptor, rest) :]
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        if path.exists():
-            raise FileExistsError(f"{path} exists; two buffer jobs write into one run")
-        temporary.rename(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    return digest.hexdigest()
+            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+            try:
+                _write_all(descriptor, image.parts)
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+            if path.exists():
+                raise FileExistsError(f"{path} exists; two buffer jobs write into one run")
+            temporary.rename(path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        return digest.result()
 
 
 class OpenShard:
@@ -223,13 +223,32 @@ class OpenShard:
         )
 
 
+def _pieces(trajectories: Sequence[Trajectory], name: str, dtype: str) -> Iterator[memoryview]:
+    for t in trajectories:
+        yield np.ascontiguousarray(getattr(t, name), dtype).view(np.uint8).data
+
+
+def _digest(parts: Sequence[memoryview]) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def _write_all(descriptor: int, parts: Sequence[memoryview]) -> None:
+    rest: deque[memoryview] = deque(parts)
+    while rest:
+        written = os.writev(descriptor, list(islice(rest, MAX_VECTORS)))
+        while rest and written >= len(rest[0]):
+            written -= len(rest.popleft())
+        if written:
+            rest[0] = rest[0][written:]
+
+
 def _write_skeleton(
-    memory: BinaryIO,
-    trajectories: Sequence[Trajectory],
-    lengths: Sequence[int],
-    arrays: Mapping[str, NDArray[np.generic]],
-) -> list[tuple[int, str]]:
-    """Everything but the big arrays' values; returns (offset in the file, name) of those."""
+    memory: BinaryIO, trajectories: Sequence[Trajectory], lengths: Sequence[int]
+) -> list[tuple[int, str, str]]:
+    """All but the big arrays' values; returns (offset in the file, name, dtype) of those."""
     sides = [_side_bytes(t) for t in trajectories]
     places = []
     with h5py.File(memory, "w", libver="v110") as file:
@@ -243,12 +262,12 @@ def _write_skeleton(
         layout = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
         layout.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
         layout.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
-        for name, values in arrays.items():
-            space = h5py.h5s.create_simple(values.shape)
-            kind = h5py.h5t.py_create(values.dtype)
+        for name, dtype in ARRAYS:
+            space = h5py.h5s.create_simple((sum(lengths),))
+            kind = h5py.h5t.py_create(np.dtype(dtype))
             offset = h5py.h5d.create(file.id, name.encode(), kind, space, layout).get_offset()
             if offset is not None:
-                places.append((int(offset), name))
+                places.append((int(offset), name, dtype))
     return places
 
 

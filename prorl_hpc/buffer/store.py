@@ -5,23 +5,30 @@ durable, and the same bytes are tried again until there is space.
 """
 
 import contextlib
+import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
 from hpc.files import publish, sync_directory
+from prorl_hpc.buffer.compact import SmallShards, merge
 from prorl_hpc.buffer.groups import Location
 from prorl_hpc.buffer.manifest import Line, ManifestWriter, Owner, Shard, Superseded
-from prorl_hpc.buffer.shard import ShardImage, shard_image, write_shard
+from prorl_hpc.buffer.shard import ShardDamaged, ShardImage, shard_image, write_shard
 from prorl_hpc.records import Trajectory
 from prorl_hpc.run import Run
 
+log = logging.getLogger(__name__)
+
 RETRY_SECONDS = 1.0
+MERGE_RETRY_SECONDS = 60.0
+HURRY = 4
+"""While trajectories wait, small shards are merged when so many times the usual has gathered."""
 SHARDS_PER_OWNER = 1_000_000
 """Shard numbers of different attempts never meet."""
 
@@ -62,7 +69,9 @@ class Store:
         self._wake = wake
         self._changed = threading.Condition()
         self._trajectories: deque[Trajectory] = deque()
-        self._lines: list[Line] = [owner]
+        self._lines: list[Line] = []
+        self._small = SmallShards(shard_bytes=shard_bytes)
+        self._merge_after = 0.0
         self._oldest = 0.0
         self._queued_bytes = 0
         self._sealed: list[Sealed] = []
@@ -79,8 +88,14 @@ class Store:
         """What ended the thread before its time."""
 
     def start(self) -> None:
-        """Starts the thread; the owner's line is the first that it writes."""
+        """Starts the thread."""
         self._thread.start()
+
+    def restore(self, shards: Iterable[Shard]) -> None:
+        """What is there already. Call before `start`."""
+        for line in shards:
+            self._count(line, 1)
+            self._small.add(line)
 
     def submit(self, trajectories: Sequence[Trajectory]) -> None:
         """Queues trajectories; they come back through `sealed`."""
@@ -126,19 +141,22 @@ class Store:
             with contextlib.closing(manifest):
                 while (work := self._next()) is not None:
                     self._persist(manifest, *work)
+                    self._compact(manifest)
         except BaseException as err:
             self.failure = err
         self._wake()
 
     def _next(self) -> tuple[list[Trajectory], list[Line]] | None:
-        """One shard's trajectories and the lines so far; None when it is time to end."""
+        """One shard's trajectories and the lines so far; None when it is time to end.
+
+        Neither may be there when small shards are to be merged.
+        """
         with self._changed:
             self._writing = False
-            while not self._lines and not self._due():
+            while not self._lines and not self._due() and not self._mergeable():
                 if self._stopping and not self._trajectories:
                     return None
                 self._changed.wait(timeout=0.01 if self._trajectories else 1.0)
-            self._writing = True
             batch, size = [], 0
             if self._due():
                 while self._trajectories and size < self._shard_bytes:
@@ -147,6 +165,7 @@ class Store:
                 self._queued_bytes -= size
                 self._oldest = time.monotonic()
             lines, self._lines = self._lines, []
+            self._writing = bool(batch or lines)  # nobody waits for a merge
             return batch, lines
 
     def _due(self) -> bool:
@@ -159,15 +178,17 @@ class Store:
         self, manifest: ManifestWriter, batch: list[Trajectory], lines: list[Line]
     ) -> None:
         """Returns when all is durable. Raises Superseded, or OSError when stopped meanwhile."""
+        if not batch and not lines:
+            return
         image = shard_image(batch) if batch else None
         number = self._next_shard
+        sealed: Shard | None = None
         while True:
             try:
                 self._check_owner()
-                written = list(lines)
                 if image is not None:
-                    written.append(self._seal(number, image, batch))
-                manifest.append(written)
+                    sealed = self._seal(number, image, batch)
+                manifest.append([*lines, *([sealed] if sealed is not None else [])])
                 self._check_owner()
                 break
             except OSError as err:
@@ -175,10 +196,10 @@ class Store:
         self.paused = ""
         with self._changed:
             self.pending_bytes -= sum(t.num_bytes for t in batch)
-            if image is not None:
+            if sealed is not None:
                 self._next_shard += 1
-                self.num_shards += 1
-                self.stored_bytes += image.num_bytes
+                self._count(sealed, 1)
+                self._small.add(sealed)
             self._sealed.append(
                 Sealed(
                     trajectories=tuple((t, (number, row)) for row, t in enumerate(batch)),
@@ -186,6 +207,57 @@ class Store:
                 )
             )
         self._wake()
+
+    def _mergeable(self) -> bool:
+        return not self._stopping and time.monotonic() >= self._merge_after and self._chosen() != []
+
+    def _chosen(self) -> list[Shard]:
+        """What to merge now: under load, only when much has gathered."""
+        return self._small.choose(backlog=HURRY if self._due() else 1)
+
+    def _compact(self, manifest: ManifestWriter) -> None:
+        """Merges small shards if it is time to; what goes wrong leaves everything as it was.
+
+        The line in the manifest retires the sources; only then are their files removed. Whoever
+        has an old place finds the row through that line.
+        """
+        with self._changed:
+            sources = self._chosen() if self._mergeable() else []
+            number = self._next_shard
+        if not sources:
+            return
+        try:
+            line = merge(self._run, sources, number=number)
+            sync_directory(self._run.shards)
+            self._check_owner()
+            manifest.append([line])
+        except ShardDamaged as err:  # its readers report it; the dispatcher decides on it
+            log.warning("not merged: %s", err)
+            with self._changed:
+                self._small.remove(err.shard)
+            return
+        except OSError as err:
+            log.warning("small shards are not merged just now: %s", err)
+            self._run.shard(number).unlink(missing_ok=True)
+            self._merge_after = time.monotonic() + MERGE_RETRY_SECONDS
+            return
+        # A successor that started meanwhile may not know the line: its files stay.
+        self._check_owner()
+        with self._changed:
+            self._next_shard += 1
+            self._count(line, 1)
+            self._small.add(line)
+            for source in sources:
+                self._count(source, -1)
+                self._small.remove(source.number)
+            self._sealed.append(Sealed(trajectories=(), lines=(line,)))
+        for source in sources:
+            self._run.shard(source.number).unlink(missing_ok=True)
+        self._wake()
+
+    def _count(self, line: Shard, change: int) -> None:
+        self.num_shards += change
+        self.stored_bytes += change * line.num_bytes
 
     def _seal(self, number: int, image: ShardImage, batch: Sequence[Trajectory]) -> Shard:
         path = self._run.shard(number)

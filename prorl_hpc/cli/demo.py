@@ -3,6 +3,7 @@
 import argparse
 import time
 
+from hpc.errors import UserError
 from prorl_hpc.cli.submit import compose_recipe, submit
 from prorl_hpc.cli.table import table
 from prorl_hpc.cli.watch import follow
@@ -21,9 +22,11 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.seeds < 1:
+        raise UserError(f"--seeds {args.seeds}: give at least 1")
     base = args.name or time.strftime("demo-%Y%m%d-%H%M%S")
     rows, runs, worst = [], [], 0
-    for seed in range(max(1, args.seeds)):
+    for seed in range(args.seeds):
         name = base if args.seeds <= 1 else f"{base}-seed{seed}"
         run_, code = _once(args, name, seed)
         worst = max(worst, code)

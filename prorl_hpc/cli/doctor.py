@@ -19,7 +19,7 @@ def parser() -> argparse.ArgumentParser:
         "--path", action="append", type=Path, default=[], help="also look at this file system"
     )
     parser.add_argument("--problems", action="store_true", help="leave out what is fine")
-    parser.add_argument("--write-site", type=Path, metavar="FILE", help="write a site profile")
+    parser.add_argument("--write-site", type=Path, metavar="DIR", help="write DIR/site/HOST.yaml")
     return parser
 
 
@@ -48,12 +48,19 @@ def _write_site(facts: object, path: Path) -> str:
     from hpc.doctor_site import site_profile
 
     assert isinstance(facts, Facts)
+    if path.suffix != ".yaml":
+        path = path / "site" / f"{socket.gethostname().split('.')[0]}.yaml"
+    name = path.stem
     if path.exists():
-        raise UserError(f"{path} exists; name a file that doesn't")
-    name = path.stem if path.suffix == ".yaml" else socket.gethostname().split(".")[0]
+        raise UserError(f"{path} exists; name a file that doesn't, e.g. {path.parent}/mine.yaml")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(site_profile(facts, name=name))
     except OSError as err:
         raise UserError(f"{path} can't be written: {err.strerror}") from err
-    return f"site profile: {path}; look it over, then submit with site={name} and --recipe-dir"
+    groups = path.parent.parent if path.parent.name == "site" else "DIR"
+    where = "" if path.parent.name == "site" else f" move it to DIR/site/{path.name},"
+    return (
+        f"site profile: {path}; look it over,{where} then: prorl-hpc submit recipe=quickstart "
+        f"site={name} --recipe-dir {groups} --dry-run"
+    )

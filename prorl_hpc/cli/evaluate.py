@@ -8,7 +8,8 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpc.errors import HpcError, UserError
+from hpc.errors import UserError
+from prorl_hpc.cli.inputs import check_output
 from prorl_hpc.cli.runs import find_run
 from prorl_hpc.cli.table import table
 from prorl_hpc.recipe import EngineKind, Recipe, load_recipe
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 EPILOG = """\
   prorl-hpc eval quickstart                                 the newest version, pass@1
   prorl-hpc eval quickstart --version 40 --samples 16 --k 1,8
+  prorl-hpc eval quickstart --versions all --at-once 4      a job array: table, JSON, HTML
+  prorl-hpc eval quickstart --versions 10,20,30
   prorl-hpc eval MODEL-DIRECTORY recipe=logic --instances 100 --output results.json
 """
 
@@ -26,7 +29,8 @@ EPILOG = """\
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description="Sample the validation instances of the tasks and estimate pass@k (unbiased) "
-        "with a 95 % bootstrap interval over instances. Runs in this process.",
+        "with a 95 % bootstrap interval over instances. One version runs in this process; several "
+        "(--versions) as a job array, on a rollout node's resources.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -34,42 +38,86 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="recipe of a model")
     parser.add_argument("--recipe-dir", type=Path, metavar="DIR")
     parser.add_argument("--version", type=int, help="policy version of a run (the newest)")
+    parser.add_argument("--versions", metavar="all|N,N", help="several, each in a job of its own")
+    parser.add_argument("--at-once", type=int, help="jobs at once (8 on Slurm, 1 here)")
+    parser.add_argument("--hours", type=float, default=24.0, help="wait so long for the jobs (24)")
     parser.add_argument("--samples", type=int, default=1, help="rollouts per instance (1)")
     parser.add_argument("--k", default="1", help="which pass@k, e.g. 1,4,16 (1)")
     parser.add_argument("--instances", type=int, help="instances per task (the recipe's)")
     parser.add_argument("--temperature", type=float, help="(the recipe's validation.temperature)")
     parser.add_argument("--top-p", type=float, help="(the recipe's validation.top_p)")
     parser.add_argument("--engine", choices=[kind.value for kind in EngineKind])
-    parser.add_argument("--output", type=Path, help="write the results as JSON")
+    parser.add_argument(
+        "--output", type=Path, help="write the results as JSON (several: HTML beside)"
+    )
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
+    ks = parse_ks(args.k, samples=args.samples)
+    check_output(args.output)
+    if args.versions is not None:
+        versions = choose_versions(args)
+        if len(versions) > 1:
+            from prorl_hpc.cli.evaluate_versions import evaluate_versions
+
+            return evaluate_versions(args, versions=versions, ks=ks)
+        args.version = versions[0]
+    return _one(args, ks)
+
+
+def _one(args: argparse.Namespace, ks: list[int]) -> int:
+    from hpc.files import publish
     from prorl_hpc.evaluation.evaluate import evaluate, to_json
 
-    ks = parse_ks(args.k, samples=args.samples)
     recipe, model, title = resolve(args)
     recipe = adjust(recipe, args)
     with tempfile.TemporaryDirectory(prefix="prorl-eval-") as scratch:
-        try:
-            result = asyncio.run(
-                evaluate(
-                    recipe,
-                    model=model,
-                    target=title,
-                    num_samples=args.samples,
-                    ks=ks,
-                    scratch=Path(scratch),
-                    report=_report if sys.stderr.isatty() else None,
-                )
+        result = asyncio.run(
+            evaluate(
+                recipe,
+                model=model,
+                target=title,
+                num_samples=args.samples,
+                ks=ks,
+                scratch=Path(scratch),
+                report=_report if sys.stderr.isatty() else None,
             )
-        except HpcError as err:
-            raise err if isinstance(err, UserError) else UserError(str(err)) from err
+        )
     print(describe(result))
     if args.output is not None:
-        args.output.write_text(to_json(result))
+        publish(args.output, data=to_json(result).encode())
         print(f"\nresults: {args.output}")
     return 0
+
+
+def choose_versions(args: argparse.Namespace) -> list[int]:
+    """Versions of `--versions`, ascending; raises UserError for those that aren't published."""
+    from prorl_hpc.policy import published_versions
+
+    if args.version is not None:
+        raise UserError("--version and --versions are both given; leave one out")
+    if args.overrides:
+        raise UserError("a run is evaluated with its own recipe; leave the overrides out")
+    run_ = find_run(args.target)
+    there = published_versions(run_)
+    known = ", ".join(map(str, there)) or "none yet"
+    if args.versions == "all":
+        if not there:
+            raise UserError(f"run {run_.name!r} has published no version yet")
+        return there
+    try:
+        wanted = sorted({int(part) for part in args.versions.split(",")})
+    except ValueError as err:
+        raise UserError(
+            f"--versions {args.versions!r} isn't a list of versions; write all, or e.g. 10,20"
+        ) from err
+    for version in wanted:
+        if version not in there:
+            raise UserError(
+                f"version {version} of run {run_.name!r} isn't published; there: {known}"
+            )
+    return wanted
 
 
 def parse_ks(text: str, *, samples: int) -> list[int]:

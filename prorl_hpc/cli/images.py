@@ -29,6 +29,11 @@ def parser() -> argparse.ArgumentParser:
         made.add_argument("source", type=Path)
         made.add_argument("--force", action="store_true", help="also when it is there already")
         made.add_argument("--scratch", type=Path, help="local disk for the work")
+    unpack = actions.add_parser(
+        "unpack", help="as a directory on local disk, once per digest; for nodes without squashfuse"
+    )
+    unpack.add_argument("name")
+    unpack.add_argument("--cache", type=Path, required=True, metavar="DIR", help="yours alone")
     convert = actions.add_parser("convert", help="a Dockerfile as a definition file, printed")
     convert.add_argument("source", type=Path)
     convert.add_argument("--base", help="image file that replaces the Dockerfile's FROM")
@@ -44,7 +49,10 @@ def run(args: argparse.Namespace) -> int:
         return _convert(args)
     from hpc.images import ImageStore
 
-    store = ImageStore(_store_path(args.store), scratch=getattr(args, "scratch", None))
+    where = _store_path(args.store)
+    if args.action not in ("import", "build") and not where.is_dir():
+        raise UserError(f"image store {str(where)!r} isn't a directory; import or build makes one")
+    store = ImageStore(where, scratch=getattr(args, "scratch", None))
     if args.action == "list":
         rows = [
             (r.name, f"{r.num_bytes / 2**20:.0f} MiB", r.sha256[:16], r.source)
@@ -62,7 +70,20 @@ def run(args: argparse.Namespace) -> int:
         for path in store.gc(dry_run=args.dry_run):
             print(f"{'would delete' if args.dry_run else 'deleted'} {path}")
         return 0
+    if args.action == "unpack":
+        return _unpack(store, args)
     return _make(store, args)
+
+
+def _unpack(store: "object", args: argparse.Namespace) -> int:
+    from hpc.container_probe import probe
+    from hpc.images import ImageStore
+    from hpc.images_build import unpack_image
+
+    assert isinstance(store, ImageStore)
+    cache = args.cache.expanduser().absolute()
+    print(unpack_image(store, args.name, cache=cache, runtime=probe().runtime))
+    return 0
 
 
 def _store_path(given: Path | None) -> Path:

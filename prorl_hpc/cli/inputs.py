@@ -7,10 +7,16 @@ import os
 import re
 from pathlib import Path
 
+from hpc.errors import UserError
+from prorl_hpc.cli.runs import run_root as runs_root
 from prorl_hpc.recipe import ModelConfig, Recipe, RecipeError
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
+DEFAULT_RUN_ROOT = "runs"
+"""The schema's `run_root`: it follows $PRORL_RUN_ROOT, as the look-up of runs by name does."""
 
 
 def check_name(name: str) -> str:
@@ -20,6 +26,16 @@ def check_name(name: str) -> str:
             f"name={name!r} can't name a run; use letters, digits, '.', '_' and '-', at most 100"
         )
     return name
+
+
+def check_output(path: Path | None) -> None:
+    """Raises UserError now for a file that can't be written when the numbers are there."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise UserError(f"--output {str(path)!r} is a directory; name a file")
+    if not os.access(path.parent, os.W_OK | os.X_OK) or not path.parent.is_dir():
+        raise UserError(f"--output {str(path)!r}: {str(path.parent)!r} can't be written to")
 
 
 def localise(recipe: Recipe) -> Recipe:
@@ -33,7 +49,8 @@ def localise(recipe: Recipe) -> Recipe:
     model = recipe.model
     if model.path is not None and Path(model.path).expanduser().exists():
         model = dataclasses.replace(model, path=_absolute(model.path))
-    run_root = str(Path(recipe.run_root).expanduser().resolve())
+    root = runs_root() if recipe.run_root == DEFAULT_RUN_ROOT else Path(recipe.run_root)
+    run_root = str(root.expanduser().resolve())
     return dataclasses.replace(recipe, tasks=tasks, model=model, run_root=run_root)
 
 

@@ -25,6 +25,8 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.lines < 0:
+        raise UserError(f"--lines {args.lines} is negative; give 0 for all")
     run_ = find_run(args.run)
     directory = attempt_directory(run_, args.role, index=args.index, attempt=args.attempt)
     if args.path:

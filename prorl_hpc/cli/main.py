@@ -5,14 +5,17 @@ never on a login node.
 """
 
 import argparse
+import contextlib
 import difflib
+import errno
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, TextIO
 
-from hpc.errors import EXIT_USER, UserError
+from hpc.errors import EXIT_USER, HpcError, UserError
 from prorl_hpc import __version__
 
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -31,11 +34,26 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "eval": ("evaluate", "pass@k of a run, a checkpoint or a model"),
     "export": ("export", "copy a policy version as a Hugging Face directory"),
     "buffer": ("buffer", "export trajectories as JSON lines or Parquet"),
+    "serve": ("serve", "rollouts of a recipe's tasks over HTTP, for any trainer"),
     "images": ("images", "build, import, verify and list container images"),
+    "instances": ("instances", "build, check and list the bugs of recipe=swe"),
     "sandbox": ("sandbox", "run a command in an environment as a rollout would"),
     "doctor": ("doctor", "what this site can do and what an admin must change"),
 }
 """Command: its module in `prorl_hpc.cli`, and one line of help."""
+
+REMEDIES = {
+    errno.EACCES: "give a path that you may use, or ask its owner",
+    errno.EPERM: "give a path that you may use, or ask its owner",
+    errno.EROFS: "this file system is read-only; give another path",
+    errno.ENOSPC: "the disk is full; make room, or give another path",
+    errno.EDQUOT: "your quota is used up; make room, or give another path",
+    errno.ENOTDIR: "a file is where a directory should be; give another path",
+    errno.EISDIR: "a directory is where a file should be; give another path",
+    errno.ENOENT: "it doesn't exist, or was deleted meanwhile",
+    errno.ENAMETOOLONG: "give a shorter name",
+}
+"""What to do, by error number."""
 
 EXIT_INTERRUPTED = 130
 EXIT_INTERNAL = 1
@@ -52,20 +70,25 @@ class Command(Protocol):
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command line and returns its exit code: 0, 1 (failure), 2 (user's mistake), 130."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    make_printable(sys.stdout, sys.stderr)
     try:
-        return _dispatch(arguments)
+        code = _dispatch(arguments)
+        sys.stdout.flush()
+        return code
     except SystemExit as err:  # argparse: help (0) or a wrong option (2)
         return err.code if isinstance(err.code, int) else EXIT_USER
-    except UserError as err:
-        print(f"prorl-hpc: {err}", file=sys.stderr)
-        return EXIT_USER
     except KeyboardInterrupt:
-        print("prorl-hpc: interrupted; jobs that were started go on", file=sys.stderr)
+        _say("interrupted; jobs that were started go on")
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # The reader (head, less) has gone: nothing to say, and nothing to flush at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return EXIT_INTERNAL
+    except HpcError as err:  # raised on purpose: its message says what to do
+        _say(str(err))
+        return EXIT_USER
+    except OSError as err:
+        _say(_os_error(err))
+        return EXIT_USER
     except Exception:
         print(
             "prorl-hpc: an error that should not happen; the lines below say where, and "
@@ -73,6 +96,32 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         raise
+
+
+def make_printable(*streams: TextIO) -> None:
+    """File names that aren't UTF-8, and terminals that aren't: printed escaped, not refused."""
+    for stream in streams:
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _say(text: str) -> None:
+    """One line to standard error."""
+    with contextlib.suppress(OSError):
+        print(f"prorl-hpc: {' '.join(text.split())}", file=sys.stderr)
+
+
+def _drop_output() -> None:
+    """The reader (head, less) has gone: nothing to say, and nothing to flush at exit."""
+    with contextlib.suppress(OSError, ValueError):  # no file behind it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _os_error(err: OSError) -> str:
+    """`permission denied: /x; ...` for what the operating system refused."""
+    what = err.strerror or str(err) or type(err).__name__
+    where = f": {os.fsdecode(err.filename)!r}" if isinstance(err.filename, str | bytes) else ""
+    return f"{what}{where}; {REMEDIES.get(err.errno or 0, 'check the path and try again')}"
 
 
 def _dispatch(arguments: list[str]) -> int:

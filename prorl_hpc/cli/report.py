@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from hpc.errors import UserError
+from prorl_hpc.cli.inputs import check_output
 from prorl_hpc.cli.runs import find_run
 
 
@@ -21,6 +22,7 @@ def run(args: argparse.Namespace) -> int:
     from prorl_hpc.observe.report import collect, render_report
 
     run_ = find_run(args.run)
+    check_output(args.output)
     path = args.output or run_.report
     try:
         publish(path, data=render_report(collect(run_)).encode())

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from hpc.errors import RunNotFound
+from hpc.errors import RunNotFound, UserError
 from prorl_hpc.run import Run
 
 ROOT_VARIABLE = "PRORL_RUN_ROOT"
@@ -27,6 +27,21 @@ def find_run(name: str) -> Run:
     raise RunNotFound(
         f"run {name!r} isn't in {run_root()} ({there}); give its directory or set {ROOT_VARIABLE}"
     )
+
+
+def check_startable(run: Run) -> None:
+    """Raises UserError for a run whose jobs couldn't work: damaged or moved. Changes nothing."""
+    from hpc.prepare import load
+    from prorl_hpc.recipe import load_recipe
+
+    load_recipe(run.recipe)
+    plan, _ = load(run)
+    planned = Path(plan.run_directory)
+    if not (planned.exists() and planned.samefile(run.root)):
+        raise UserError(
+            f"run {run.name!r} was moved here from {plan.run_directory}, a path that its scripts "
+            "hold; move it back, or submit anew"
+        )
 
 
 def list_runs(root: Path) -> list[Run]:

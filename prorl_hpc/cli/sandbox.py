@@ -18,9 +18,9 @@ def parser() -> argparse.ArgumentParser:
     )
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     execute = actions.add_parser(
-        "exec", help="prorl-hpc sandbox exec IMAGE -- command (IMAGE may be `host`, not apptainer)"
+        "exec", help="prorl-hpc sandbox exec IMAGE -- command (IMAGE may be `host`)"
     )
-    execute.add_argument("--backend", choices=BACKENDS, default="apptainer")
+    execute.add_argument("--backend", choices=BACKENDS, help="apptainer; for `host`, bubblewrap")
     execute.add_argument("--directory", default="/tmp", help="working directory inside")  # noqa: S108
     execute.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS")
     execute.add_argument("--accept-missing", action="append", default=[], metavar="FEATURE")
@@ -36,6 +36,8 @@ def run(args: argparse.Namespace) -> int:
     image = None if args.image == "host" else Path(args.image).expanduser().absolute()
     if image is not None and not image.exists():
         raise UserError(f"image {args.image!r} doesn't exist; give a SIF file, or `host`")
+    if not 0 < args.timeout < 1e9:
+        raise UserError(f"--timeout {args.timeout:g} must be above 0 and finite")
     try:
         return asyncio.run(_execute(args, image, command))
     except HpcError as err:
@@ -55,7 +57,7 @@ async def _execute(args: argparse.Namespace, image: Path | None, command: list[s
         known = ", ".join(feature.value for feature in Feature)
         raise UserError(f"--accept-missing: {err}; features are {known}") from err
     spec = EnvironmentSpec(
-        backend=Backend(args.backend),
+        backend=Backend(args.backend or ("bubblewrap" if image is None else "apptainer")),
         image=image,
         directory=args.directory,
         accept_missing=accepted,

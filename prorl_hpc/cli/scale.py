@@ -2,7 +2,7 @@
 
 import argparse
 
-from prorl_hpc.cli.runs import find_run
+from prorl_hpc.cli.runs import check_startable, find_run
 
 
 def parser() -> argparse.ArgumentParser:
@@ -19,6 +19,7 @@ def run(args: argparse.Namespace) -> int:
     from hpc.submit import scale
 
     run_ = find_run(args.run)
+    check_startable(run_)
     scale(run_.root, "rollout", args.rollout)
     print(f"run {run_.name} goes on with {args.rollout} rollout nodes")
     return 0

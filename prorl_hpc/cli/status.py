@@ -10,13 +10,17 @@ from prorl_hpc.cli.runs import find_run
 from prorl_hpc.cli.table import table
 from prorl_hpc.run import Run
 
+EXIT_FAILED = 1
+"""The run has ended, and failed."""
+
 QUIET = (Phase.running, Phase.finished)
 
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description="Jobs of a run by ledger and scheduler, the learner's step, the buffer's "
-        "counts. Works with accounting off and with an unreachable controller."
+        "counts, and how it ended. Exit code 1 when it has failed. Works with accounting off and "
+        "with an unreachable controller."
     )
     parser.add_argument("run", help="name or directory of the run")
     parser.add_argument("--all", action="store_true", help="every array task, also healthy ones")
@@ -27,20 +31,37 @@ def parser() -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> int:
     import msgspec
 
+    from prorl_hpc.observe.buffer_counts import BufferCounts, describe_counts, recorded_counts
+    from prorl_hpc.observe.culprit import ending
+
     run_ = find_run(args.run)
     found = states(run_)
-    buffer = buffer_status(run_) if _buffer_runs(found) else None
-    if args.json:
-        data = {"jobs": msgspec.to_builtins(found), "buffer": buffer, "learner": progress(run_)}
-        print(json.dumps(data, indent=2))
-        return 0
     now = time.time()
+    live = buffer_status(run_) if _buffer_runs(found) else None
+    counts = recorded_counts(run_, now=now)
+    if live is not None:
+        counts = BufferCounts(status=live, age_seconds=None)
+    end = ending(run_, found)
+    code = EXIT_FAILED if end is not None and end.failed else 0
+    if args.json:
+        data = {
+            "jobs": msgspec.to_builtins(found),
+            "buffer": None
+            if counts is None
+            else {**counts.status, "age_seconds": counts.age_seconds},
+            "learner": progress(run_),
+            "ending": None if end is None else msgspec.to_builtins(end),
+        }
+        print(json.dumps(data, indent=2))
+        return code
     print(f"run {run_.name}  {run_.root}\n")
     print(jobs_table(found, now=now, every=args.all))
     print(_progress_text(run_))
-    if buffer is not None:
-        print(_buffer_text(buffer))
-    return 0
+    if counts is not None:
+        print(describe_counts(counts, ago=duration(counts.age_seconds or 0.0)))
+    if end is not None:
+        print(f"\nend: {end.text}")
+    return code
 
 
 def jobs_table(found: list[JobState], *, now: float, every: bool) -> str:
@@ -123,7 +144,7 @@ def _progress_text(run_: Run) -> str:
     found = progress(run_)
     row = found["row"]
     if not isinstance(row, dict):
-        return "\nlearner: no step yet"
+        return f"\nlearner: {_before_steps(run_)}"
     steps = load_recipe(run_.recipe).steps
     parts = [f"\nlearner: step {row.get('step')}/{steps}"]
     for title, quantity in (("reward", "reward"), ("KL", "kl"), ("staleness", "staleness")):
@@ -137,13 +158,13 @@ def _progress_text(run_: Run) -> str:
     return ", ".join(parts)
 
 
-def _buffer_text(found: dict[str, object]) -> str:
-    line = (
-        f"buffer: {found['phase']}, {found['groups_closed']} groups closed, "
-        f"{found['groups_ready']} ready, {found['groups_open']} open, "
-        f"{found['groups_dropped']} dropped, {found['workers']} rollout nodes"
-    )
-    counters = found.get("counters")
-    if isinstance(counters, dict) and counters:
-        line += "\ncounts: " + ", ".join(f"{k} {v}" for k, v in sorted(counters.items()))
-    return f"{line}\nbuffer says: {found['note']}" if found.get("note") else line
+def _before_steps(run_: Run) -> str:
+    """What a learner without a step does, by its newest row."""
+    from prorl_hpc.observe.dashboard import warmup_line
+    from prorl_hpc.observe.metrics import last_row
+    from prorl_hpc.recipe import load_recipe
+
+    row = last_row(run_.metrics("learner"), event="warmup")
+    steps = load_recipe(run_.recipe).warmup.steps
+    line = None if row is None else warmup_line(row, steps=steps)
+    return "no step yet" if line is None else f"no step yet, {' '.join(line.split())}"

@@ -4,14 +4,17 @@ import argparse
 import time
 from dataclasses import dataclass, field
 
+from hpc.local import supervisor_pid
 from hpc.site import Backend
 from hpc.status import ALIVE, JobState, Phase, states
 from prorl_hpc.cli.runs import find_run
+from prorl_hpc.observe.culprit import ending
 from prorl_hpc.observe.dashboard import (
     header,
     reset_line,
     step_line,
     validation_line,
+    warmup_line,
 )
 from prorl_hpc.observe.history import is_step
 from prorl_hpc.observe.metrics import MetricsTail, Row
@@ -56,27 +59,31 @@ def follow(run_: Run, *, quiet: bool = False, from_now: bool = False) -> int:
         printer.rows()
         if found is not None:
             printer.jobs(found)
-            if is_over(found, local=pace == LOCAL_STATES_SECONDS):
+            local = pace == LOCAL_STATES_SECONDS
+            if is_over(found, local=local, supervised=local and supervisor_pid(run_) is not None):
                 printer.rows()
                 return verdict(run_, found)
         time.sleep(POLL_SECONDS)
 
 
-def is_over(found: list[JobState], *, local: bool) -> bool:
+def is_over(found: list[JobState], *, local: bool, supervised: bool = False) -> bool:
     """Whether nothing of the run is going to happen any more.
 
-    On Slurm an unknown job may come back into sight, so the watch goes on.
+    On Slurm an unknown job may come back into sight, so the watch goes on. What nobody submitted
+    comes only where a supervisor lives that is about to.
     """
     going = ALIVE if local else (*ALIVE, Phase.unknown)
-    return not any(state.phase in going for state in found)
+    if any(state.phase in going and (state.job_id or state.attempt) for state in found):
+        return False
+    return not supervised
 
 
 def verdict(run_: Run, found: list[JobState]) -> int:
     """Prints how the run ended; 0 when the learner finished its work."""
-    learner = [state for state in found if state.role == "learner"]
-    if learner and all(state.phase is Phase.finished for state in learner):
-        print(f"run {run_.name} is done")
-        return 0
+    end = ending(run_, found)
+    if end is not None:
+        print(f"run {run_.name}: {end.text}")
+        return 0 if end.done else 1
     for state in found:
         if state.phase is not Phase.finished:
             where = f"{state.job} {state.index}" if state.index else state.job
@@ -128,9 +135,10 @@ class _Printer:
             self._say(f"{'warmup':>10}  {steps} supervised steps before reinforcement learning")
 
     def _learner_row(self, row: Row) -> None:
-        reset = reset_line(row)
-        if reset is not None:
-            self._say(reset)
+        other = reset_line(row) or warmup_line(row, steps=self.recipe.warmup.steps)
+        if other is not None:
+            self._warms = False
+            self._say(other)
         elif is_step(row):
             if self._lines % HEADER_LINES == 0:
                 self._say(header())

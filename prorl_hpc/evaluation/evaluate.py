@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from prorl_hpc.evaluation.estimators import Interval, bootstrap_interval, pass_at_k
 from prorl_hpc.recipe import EnvironmentKind, Recipe
@@ -205,7 +206,12 @@ def _score(
 
 
 def to_json(evaluation: Evaluation) -> str:
-    """The results as JSON text; intervals as {mean, low, high}."""
+    """The results as JSON text."""
+    return json.dumps(as_data(evaluation), indent=2) + "\n"
+
+
+def as_data(evaluation: Evaluation) -> dict[str, Any]:
+    """The results as plain data; intervals as {mean, low, high}."""
 
     def plain(interval: Interval) -> dict[str, float]:
         return {"mean": interval.mean, "low": interval.low, "high": interval.high}
@@ -218,11 +224,10 @@ def to_json(evaluation: Evaluation) -> str:
         }
         for name, score in evaluation.tasks.items()
     }
-    document = {
+    return {
         "format": FORMAT,
         "target": evaluation.target,
         "temperature": evaluation.temperature,
         "top_p": evaluation.top_p,
         "tasks": tasks,
     }
-    return json.dumps(document, indent=2) + "\n"

@@ -201,8 +201,7 @@ class TransformersEngine:
                 batch.join([request.row for request in admitted])
             finished = [row for row in batch.rows if row.finish_reason is not None]
             batch.leave(finished)
-            for row in finished:
-                _finish(running.pop(row))
+            _finish([running.pop(row) for row in finished])
         except Exception as err:  # whatever torch raises (memory, device, shapes)
             batch.clear()
             for request in running.values():
@@ -262,20 +261,27 @@ def _read_weights(path: Path, version: int) -> dict[str, Any]:
     return weights
 
 
-def _finish(request: _Request) -> None:
-    row = request.row
-    completion = Completion(
+def _finish(requests: list[_Request]) -> None:
+    """Resolves the requests of one step together: each wakeup of a loop is a system call."""
+    if not requests:
+        return
+    done = [(request.future, _completion(request.row)) for request in requests]
+
+    def resolve() -> None:
+        for future, completion in done:
+            if not future.done():
+                future.set_result(completion)
+
+    _call(requests[0].loop, resolve)
+
+
+def _completion(row: Row) -> Completion:
+    return Completion(
         token_ids=tuple(row.token_ids),
         logprobs=tuple(row.logprobs),
         versions=tuple(row.versions),
         finish_reason=row.finish_reason or "abort",
     )
-
-    def resolve() -> None:
-        if not request.future.done():
-            request.future.set_result(completion)
-
-    _call(request.loop, resolve)
 
 
 def _fail(request: _Request, error: EngineError) -> None:

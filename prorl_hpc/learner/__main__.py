@@ -27,11 +27,11 @@ def _main(run: Run, *, is_rank: bool) -> int:
 
     allocation = Allocation.from_environment()
     recipe = load_recipe(run.recipe)
+    flag = StopFlag.of(allocation).install()
     if not is_rank and recipe.learner.nodes * recipe.learner.ranks_per_node > 1:
         from prorl_hpc.learner.launch import launch
 
-        return launch(run, recipe, allocation=allocation)
-    flag = StopFlag.of(allocation).install()
+        return launch(run, recipe, allocation=allocation, flag=flag)
     if is_rank:
         from prorl_hpc.learner.launch import end_with_parent
 

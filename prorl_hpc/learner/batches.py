@@ -108,16 +108,30 @@ def plan_micro_batches(
     A sample longer than the budget gets a micro-batch of its own.
     """
     lengths = [samples[index].length for index in chosen]
-    budget = max([token_budget, *lengths])
-    plan = pack(lengths, token_budget=budget, num_ranks=num_ranks, hidden_size=hidden_size)
-    renamed = tuple(
-        tuple(tuple(chosen[i] for i in batch) for batch in rank) for rank in plan.micro_batches
+    long = [index for index, length in zip(chosen, lengths, strict=True) if length > token_budget]
+    fitting = [i for i, length in zip(chosen, lengths, strict=True) if length <= token_budget]
+    plan = pack(
+        [samples[index].length for index in fitting],
+        token_budget=token_budget,
+        num_ranks=num_ranks,
+        hidden_size=hidden_size,
     )
+    renamed = [
+        [tuple(fitting[i] for i in batch) for batch in rank]
+        for rank in plan.micro_batches
+        if fitting or not long
+    ] or [[] for _ in range(num_ranks)]
+    # Long ones side by side, the longest together; ranks without one get a dummy.
+    alone = sorted(long, key=lambda index: (-samples[index].length, index))
+    alone_per_rank = -(-len(alone) // num_ranks)
+    for place in range(alone_per_rank * num_ranks):
+        batch = (alone[place],) if place < len(alone) else ()
+        renamed[place % num_ranks].append(batch)
     return PackPlan(
-        micro_batches=renamed,
+        micro_batches=tuple(tuple(rank) for rank in renamed),
         token_efficiency=plan.token_efficiency,
         work_efficiency=plan.work_efficiency,
-        num_dummies=plan.num_dummies,
+        num_dummies=sum(1 for rank in renamed for batch in rank if not batch),
     )
 
 

@@ -66,6 +66,8 @@ class LearnerState(msgspec.Struct, frozen=True, kw_only=True):
     """KL of the last step: the reset controller may still have to see it."""
     decided_step: int = -1
     """Step whose validation and reset decision are done."""
+    roll_backs: int = 0
+    """Roll-backs so far; each took a policy version beside those of the steps."""
     skipped_steps: int = 0
     """Steps so far that changed nothing (no usable group, or a gradient that wasn't finite)."""
     rng: str = ""
@@ -79,6 +81,35 @@ class _Manifest(msgspec.Struct, frozen=True, kw_only=True):
     files: dict[str, str]
 
 
+def snapshot(
+    model: PolicyModel,
+    optimizer: torch.optim.Optimizer,
+    reference: Reference | None,
+    *,
+    ranks: Ranks,
+) -> dict[str, Tensor]:
+    """A copy of this rank's tensors in main memory, which training doesn't change any more."""
+    return {
+        name: _copy(tensor, ranks=ranks)
+        for name, tensor in _tensors(model, optimizer, reference).items()
+    }
+
+
+def _copy(tensor: Tensor, *, ranks: Ranks) -> Tensor:
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(tensor, DTensor):
+        return tensor.detach().to("cpu", copy=True)
+    return DTensor.from_local(
+        tensor.to_local().detach().to("cpu", copy=True),
+        ranks.memory,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
+
+
 def save_checkpoint(
     run: Run,
     state: LearnerState,
@@ -88,41 +119,71 @@ def save_checkpoint(
     reference: Reference | None,
     ranks: Ranks,
 ) -> Path:
+    """Writes the checkpoint of `state.step` as the tensors are now; see `write_checkpoint`."""
+    return write_checkpoint(run, state, _tensors(model, optimizer, reference), ranks=ranks)
+
+
+def write_checkpoint(
+    run: Run, state: LearnerState, tensors: dict[str, Tensor], *, ranks: Ranks
+) -> Path:
     """Writes the checkpoint of `state.step`, on all ranks together; returns its directory.
 
-    Raises OSError (disk full, ...) on the ranks that met it, with the name untouched.
+    Raises OSError (disk full, ...) on every rank, with the name untouched.
     """
+    from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict_saver import save
 
     target = run.checkpoint(state.step)
     temporary = Path(ranks.broadcast(str(_aside(target))))
-    if ranks.is_first:
-        (temporary / TENSORS).mkdir(parents=True)
-    ranks.barrier()
+    _on_first(ranks, lambda: (temporary / TENSORS).mkdir(parents=True))
     try:
         with _alone_is_fine():
             save(
-                _tensors(model, optimizer, reference),
+                tensors,
                 checkpoint_id=temporary / TENSORS,
                 process_group=ranks.control,
                 no_dist=ranks.world == 1,
             )
-        if ranks.is_first:
-            (temporary / STATE).write_bytes(msgspec.json.encode(state))
-        ranks.barrier()
+        _on_first(ranks, lambda: _write(temporary / STATE, msgspec.json.encode(state)))
         files = _hash_together(temporary, ranks=ranks)
-        if ranks.is_first:
-            manifest = msgspec.json.encode(_Manifest(format=FORMAT, files=files))
-            publish(temporary / MANIFEST, data=manifest)
-            sync_tree(temporary)
-            _remove(target)
-            temporary.rename(target)
-            sync_directory(target.parent)
-        ranks.barrier()
+        _on_first(ranks, lambda: _put_in_place(temporary, target, files=files))
+    except CheckpointException as err:
+        first = next(iter(err.failures.values()))[0]
+        raise OSError(f"checkpoint of step {state.step} couldn't be written: {first}") from err
     finally:
         if ranks.is_first:
             shutil.rmtree(temporary, ignore_errors=True)
     return target
+
+
+def _on_first(ranks: Ranks, body: Callable[[], None]) -> None:
+    """Rank 0 does it; when it can't, every rank raises OSError."""
+    problem: str | None = None
+    if ranks.is_first:
+        try:
+            body()
+        except OSError as err:
+            if ranks.world == 1:
+                raise
+            problem = str(err)
+    problem = ranks.broadcast(problem)
+    if problem is not None:
+        raise OSError(f"rank 0: {problem}")
+
+
+def _write(path: Path, data: bytes) -> None:
+    path.write_bytes(data)
+
+
+def _put_in_place(temporary: Path, target: Path, *, files: dict[str, str]) -> None:
+    publish(temporary / MANIFEST, data=msgspec.json.encode(_Manifest(format=FORMAT, files=files)))
+    sync_tree(temporary)
+    # The old one is only removed, which may take long, once the new one has its name.
+    grave = _set_aside(target)
+    temporary.rename(target)
+    sync_directory(target.parent)
+    if grave is not None:
+        shutil.rmtree(grave, ignore_errors=True)
 
 
 def load_newest(
@@ -203,10 +264,17 @@ def _alone_is_fine() -> Iterator[None]:
         yield
 
 
-def load_policy(path: Path, *, model: PolicyModel, ranks: Ranks) -> None:
-    """Fills the model alone from a checkpoint (roll-back)."""
+def load_policy(path: Path, *, model: PolicyModel, ranks: Ranks) -> str | None:
+    """Fills the model alone from a checkpoint (roll-back).
+
+    What is wrong with the checkpoint, in words, when it is missing or damaged; then nothing is
+    changed.
+    """
     from torch.distributed.checkpoint.state_dict_loader import load
 
+    problem = _find_problem(path, ranks=ranks)
+    if problem is not None:
+        return problem
     tensors = {f"model/{name}": p.detach() for name, p in model.named_weights()}
     with torch.no_grad(), _alone_is_fine():
         load(
@@ -216,6 +284,7 @@ def load_policy(path: Path, *, model: PolicyModel, ranks: Ranks) -> None:
             no_dist=ranks.world == 1,
         )
     reshard(model)
+    return None
 
 
 def rng_text() -> str:
@@ -296,8 +365,15 @@ def _aside(target: Path) -> Path:
     return target.with_name(f".{target.name}.{secrets.token_hex(6)}.tmp")
 
 
+def _set_aside(target: Path) -> Path | None:
+    if not target.exists():
+        return None
+    grave = _aside(target)
+    target.rename(grave)
+    return grave
+
+
 def _remove(target: Path) -> None:
-    if target.exists():
-        grave = _aside(target)
-        target.rename(grave)
+    grave = _set_aside(target)
+    if grave is not None:
         shutil.rmtree(grave, ignore_errors=True)

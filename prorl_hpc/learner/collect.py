@@ -101,10 +101,13 @@ class Collector:
             for name, task in recipe.tasks.items()
         }
 
-    def collect(self, *, step: int, version: int, num_consumed: int) -> Batch | None:
+    def collect(
+        self, *, step: int, version: int, num_consumed: int, roll_backs: int = 0
+    ) -> Batch | None:
         """The batch of step `step` (from 0), or None when the learner is to stop.
 
-        `num_consumed`: groups consumed before this step. Raises NoBatch when the bound is over.
+        `num_consumed`: groups consumed before this step; `roll_backs`: policy versions beside those
+        of the steps. Raises NoBatch when the bound is over.
         """
         algorithm = self._recipe.algorithm
         started = self._now()
@@ -129,7 +132,7 @@ class Collector:
                 break
             # Not the trained ones: a partial step leaves fewer groups to replace.
             self._source.filtered(
-                num_consumed + len(seen.consumed) - step * wanted - len(seen.kept)
+                num_consumed + len(seen.consumed) - (step + roll_backs) * wanted - len(seen.kept)
             )
         return self._batch(seen, step=step, rounds=rounds, seconds=self._now() - started)
 
@@ -163,9 +166,9 @@ class Collector:
 
     def _complaint(self, have: int, want: int) -> str:
         status = getattr(self._source, "status", None)
+        found = None if status is None else status()
         note = ""
-        if status is not None:
-            found = status()
+        if found is not None:
             note = (
                 f"; the buffer has {found.workers} rollout workers, {found.leases} leases, "
                 f"{found.groups_open} open groups. {found.note}"

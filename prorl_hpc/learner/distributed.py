@@ -6,8 +6,9 @@ on CPU, nccl on GPU) and a gloo group for small Python objects, which never wait
 
 import datetime
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -16,6 +17,9 @@ import torch.distributed as dist
 from hpc.errors import HpcError
 
 T = TypeVar("T")
+
+MEETING_SECONDS = 600.0
+"""How long the ranks of one job may take to find each other."""
 
 
 class RanksError(HpcError, RuntimeError):
@@ -31,6 +35,10 @@ class Ranks:
     device: torch.device
     control: Any = None
     """gloo group for objects; None with a single rank."""
+    background: Any = None
+    """gloo group of the checkpoint threads, whose messages mustn't meet those of training."""
+    memory: Any = None
+    """One-dimensional mesh over the ranks' main memory; None with a single rank."""
 
     @property
     def is_first(self) -> bool:
@@ -41,6 +49,10 @@ class Ranks:
         from torch.distributed.device_mesh import init_device_mesh
 
         return init_device_mesh(self.device.type, (self.world,))
+
+    def beside(self) -> "Ranks":
+        """The same ranks for a thread beside training."""
+        return replace(self, control=self.background)
 
     def barrier(self) -> None:
         """Waits for all ranks."""
@@ -76,29 +88,88 @@ class Ranks:
         return all(self.gather(flag))
 
 
-def join(*, timeout_seconds: float) -> Ranks:
+def join(
+    *,
+    timeout_seconds: float,
+    meeting_seconds: float = MEETING_SECONDS,
+    stopping: Callable[[], bool] = lambda: False,
+) -> Ranks:
     """Joins the ranks that RANK, WORLD_SIZE, LOCAL_RANK and MASTER_* name; one rank without them.
 
-    Raises RanksError when the others don't come within the time-out.
+    `timeout_seconds` bounds every later collective. Raises RanksError naming the ranks that don't
+    come within `meeting_seconds`, or that were missing when `stopping()` said so.
     """
     world = int(os.environ.get("WORLD_SIZE", "1"))
     rank = int(os.environ.get("RANK", "0"))
     device = _device(int(os.environ.get("LOCAL_RANK", "0")))
     if world == 1:
         return Ranks(rank=0, world=1, device=device)
+    from torch.distributed.device_mesh import init_device_mesh
+
     timeout = datetime.timedelta(seconds=timeout_seconds)
     try:
+        store = _meet(rank, world, seconds=meeting_seconds, stopping=stopping)
+        store.set_timeout(timeout)
         dist.init_process_group(
             "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
+            store=store,
             rank=rank,
             world_size=world,
             timeout=timeout,
         )
         control = dist.new_group(backend="gloo", timeout=timeout)
+        background = dist.new_group(backend="gloo", timeout=timeout)
+        memory = init_device_mesh("cpu", (world,))
     except (RuntimeError, ValueError) as err:
+        if isinstance(err, RanksError):
+            raise
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise RanksError(f"rank {rank} of {world} can't meet the others at {where}: {err}") from err
-    return Ranks(rank=rank, world=world, device=device, control=control)
+    return Ranks(
+        rank=rank,
+        world=world,
+        device=device,
+        control=control,
+        background=background,
+        memory=memory,
+    )
+
+
+def _meet(rank: int, world: int, *, seconds: float, stopping: Callable[[], bool]) -> Any:
+    """The store of the ranks once all of them have come; short waits, so that a stop is seen."""
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    deadline = time.monotonic() + seconds
+
+    def give_up(who: str) -> None:
+        left = deadline - time.monotonic()
+        if left <= 0 or stopping():
+            why = f"within {seconds:g} s" if left <= 0 else "before a stop was wanted"
+            raise RanksError(
+                f"rank {rank} of {world} waited at {host}:{port}: {who} didn't come {why}; "
+                "see their logs"
+            )
+
+    store: Any = None
+    while store is None:
+        try:
+            store = dist.TCPStore(  # type: ignore[attr-defined]
+                host,
+                port,
+                world,
+                is_master=rank == 0,
+                wait_for_workers=False,
+                timeout=datetime.timedelta(seconds=30 if rank == 0 else 2),
+            )
+        except (RuntimeError, dist.DistNetworkError):
+            if rank == 0:
+                raise
+            give_up("rank 0")
+    store.set(f"here-{rank}", "")
+    missing = set(range(world))
+    while missing := {r for r in missing if not store.check([f"here-{r}"])}:
+        give_up(f"rank {', '.join(map(str, sorted(missing)))}")
+        time.sleep(0.1)
+    return store
 
 
 def leave(ranks: Ranks) -> None:

@@ -17,8 +17,8 @@ import time
 from collections.abc import Callable
 from types import FrameType
 
-from hpc.allocation import Allocation
-from hpc.errors import EXIT_CONTINUE, EXIT_DONE, EXIT_USER
+from hpc.allocation import Allocation, StopFlag
+from hpc.errors import EXIT_CONTINUE, EXIT_DONE, EXIT_USER, EndpointTimeout
 from hpc.files import publish
 from prorl_hpc.learner.record import log
 from prorl_hpc.recipe import Recipe, RecipeError
@@ -31,7 +31,7 @@ LAST_GRACE_SECONDS = 60.0
 MEETING_SECONDS = 600.0
 
 
-def launch(run: Run, recipe: Recipe, *, allocation: Allocation) -> int:
+def launch(run: Run, recipe: Recipe, *, allocation: Allocation, flag: StopFlag) -> int:
     """Starts the ranks of this node and returns the exit code of the whole."""
     per_node = recipe.learner.ranks_per_node
     nodes = allocation.num_nodes
@@ -39,7 +39,11 @@ def launch(run: Run, recipe: Recipe, *, allocation: Allocation) -> int:
         raise RecipeError(
             f"learner.nodes={recipe.learner.nodes}, but this job has {nodes}; submit again"
         )
-    host, port = _meeting_point(run, allocation)
+    try:
+        host, port = _meeting_point(run, allocation, stopping=lambda: flag.stopping)
+    except EndpointTimeout as err:
+        log(f"stopping, to be started again: {err}")
+        return EXIT_CONTINUE
     environment = os.environ | {
         "WORLD_SIZE": str(nodes * per_node),
         "MASTER_ADDR": host,
@@ -55,11 +59,16 @@ def launch(run: Run, recipe: Recipe, *, allocation: Allocation) -> int:
         )
         for i in range(per_node)
     ]
-    return _supervise(ranks)
+    return _supervise(ranks, asked=flag.stopping)
 
 
-def _meeting_point(run: Run, allocation: Allocation) -> tuple[str, int]:
-    """Host and port of rank 0: a free port on the first node, told to the others by a file."""
+def _meeting_point(
+    run: Run, allocation: Allocation, *, stopping: Callable[[], bool]
+) -> tuple[str, int]:
+    """Host and port of rank 0: a free port on the first node, told to the others by a file.
+
+    Raises EndpointTimeout, naming that node, when it tells none in time or a stop is wanted.
+    """
     path = run.endpoint(f"learner-ranks-{allocation.attempt}")
     if allocation.node_rank == 0:
         port = _free_port()
@@ -73,10 +82,11 @@ def _meeting_point(run: Run, allocation: Allocation) -> tuple[str, int]:
             host, text = path.read_text().split()
             return host, int(text)
         except (OSError, ValueError) as err:
-            if time.monotonic() > deadline:
-                raise RecipeError(
-                    f"node {allocation.hosts[0]} named no meeting point within "
-                    f"{MEETING_SECONDS:g} s; see its log"
+            late = time.monotonic() > deadline
+            if late or stopping():
+                why = f"within {MEETING_SECONDS:g} s" if late else "before a stop was wanted"
+                raise EndpointTimeout(
+                    f"node {allocation.hosts[0]} named no meeting point {why}; see its log"
                 ) from err
             time.sleep(POLL_SECONDS)
 
@@ -89,7 +99,7 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _supervise(ranks: list[subprocess.Popen[bytes]]) -> int:
+def _supervise(ranks: list[subprocess.Popen[bytes]], *, asked: bool = False) -> int:
     def pass_on(number: int, _frame: FrameType | None) -> None:
         for rank in ranks:
             if rank.poll() is None:
@@ -97,6 +107,8 @@ def _supervise(ranks: list[subprocess.Popen[bytes]]) -> int:
 
     for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
         signal.signal(number, pass_on)
+    if asked:  # a signal that came while the ranks were being started
+        pass_on(signal.SIGTERM, None)
     try:
         return _wait(ranks)
     finally:

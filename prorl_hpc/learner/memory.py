@@ -135,6 +135,7 @@ class _Setting:
     has_reference: bool
     chunk_tokens: int
     on_gpu: bool
+    deterministic: bool
 
 
 def estimate(recipe: Recipe, facts: ModelFacts) -> MemoryEstimate:
@@ -170,6 +171,7 @@ def _setting(recipe: Recipe) -> _Setting:
         has_reference=recipe.algorithm.kl_coef > 0,
         chunk_tokens=recipe.learner.head_chunk_tokens,
         on_gpu=recipe.learner.gpus_per_node > 0,
+        deterministic=recipe.learner.deterministic,
     )
 
 
@@ -191,8 +193,15 @@ def _estimate(setting: _Setting, facts: ModelFacts) -> MemoryEstimate:
         gathered=gathered,
         activations=_activations(setting, facts),
         head=3 * chunk * facts.vocab_size * FLOAT + facts.vocab_size * facts.hidden_size * FLOAT,
-        overhead=CONTEXT_BYTES if setting.on_gpu else 0,
+        overhead=CONTEXT_BYTES if setting.on_gpu else _copies(setting, shard),
     )
+
+
+def _copies(setting: _Setting, shard: int) -> int:
+    """On CPU a checkpoint on its way to the disk is a second copy of what it holds."""
+    if setting.deterministic:
+        return 0
+    return (4 if setting.has_reference else 3) * shard * FLOAT
 
 
 def _activations(setting: _Setting, facts: ModelFacts) -> int:

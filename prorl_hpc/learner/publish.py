@@ -4,6 +4,8 @@ import os
 import shutil
 from pathlib import Path
 
+from torch import Tensor
+
 from prorl_hpc.learner.distributed import Ranks
 from prorl_hpc.learner.model import PolicyModel, gather_weights
 from prorl_hpc.learner.weights import INDEX, SINGLE, save_weights
@@ -11,23 +13,62 @@ from prorl_hpc.policy import MANIFEST, keep_newest, publish_directory, publish_p
 from prorl_hpc.run import Run
 
 
-def publish_version(run: Run, *, model: PolicyModel, version: int, ranks: Ranks, keep: int) -> None:
+def publish_version(
+    run: Run, *, model: PolicyModel, version: int, ranks: Ranks, keep: int, step: int | None = None
+) -> None:
     """Publishes the model as `version`, on all ranks together; rank 0 writes.
 
     Raises OSError on every rank when rank 0 can't write.
     """
-    problem = _write(run, model=model, version=version, target=None, ranks=ranks)
-    if problem is not None:
-        raise OSError(f"policy version {version} couldn't be published: {problem}")
+    weights = gather_weights(model, dtype=model.dtype, ranks=ranks)
+    problem = None
     if ranks.is_first:
-        keep_newest(run, keep, protect={version})
-
-
-def export(run: Run, *, model: PolicyModel, version: int, target: Path, ranks: Ranks) -> None:
-    """Writes the model to a directory of its own, which no clean-up touches."""
-    problem = _write(run, model=model, version=version, target=target, ranks=ranks)
+        try:
+            write_version(run, weights, version=version, step=step, keep=keep)
+        except OSError as err:
+            problem = str(err)
+    problem = ranks.broadcast(problem)
     if problem is not None:
-        raise OSError(f"model couldn't be exported to {target}: {problem}")
+        raise OSError(problem)
+
+
+def write_version(
+    run: Run, weights: dict[str, Tensor], *, version: int, keep: int, step: int | None = None
+) -> None:
+    """Publishes gathered weights as `version` of `step` (the version's number unless given).
+
+    Removes all but the newest `keep` versions. Raises OSError.
+    """
+    try:
+        publish_policy(
+            run,
+            version=version,
+            step=version if step is None else step,
+            write=lambda directory: _fill(run, weights, directory),
+        )
+    except OSError as err:
+        raise OSError(f"policy version {version} couldn't be published: {err}") from err
+    keep_newest(run, keep, protect={version})
+
+
+def write_export(
+    run: Run, weights: dict[str, Tensor], *, version: int, step: int, target: Path
+) -> None:
+    """Writes gathered weights to a directory that no clean-up touches. Raises OSError."""
+    try:
+        publish_directory(
+            target,
+            version=version,
+            step=step,
+            write=lambda directory: _fill(run, weights, directory),
+        )
+    except OSError as err:
+        raise OSError(f"model couldn't be exported to {target}: {err}") from err
+
+
+def _fill(run: Run, weights: dict[str, Tensor], directory: Path) -> None:
+    copy_companions(run.model_start, directory)
+    save_weights(weights, directory)
 
 
 def publish_start(run: Run) -> None:
@@ -47,27 +88,6 @@ def copy_companions(source: Path, directory: Path) -> None:
         is_weight = path.suffix in (".safetensors", ".bin", ".gguf", ".pt") or path.name == INDEX
         if path.is_file() and not is_weight and path.name != MANIFEST:
             shutil.copyfile(path, directory / path.name)
-
-
-def _write(
-    run: Run, *, model: PolicyModel, version: int, target: Path | None, ranks: Ranks
-) -> str | None:
-    weights = gather_weights(model, dtype=model.dtype, ranks=ranks)
-    problem = None
-
-    def write(directory: Path) -> None:
-        copy_companions(run.model_start, directory)
-        save_weights(weights, directory)
-
-    if ranks.is_first:
-        try:
-            if target is None:
-                publish_policy(run, version=version, step=version, write=write)
-            else:
-                publish_directory(target, version=version, step=version, write=write)
-        except OSError as err:
-            problem = str(err)
-    return ranks.broadcast(problem)
 
 
 def _link(source: Path, target: Path) -> None:

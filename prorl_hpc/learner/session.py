@@ -11,66 +11,65 @@ import torch
 
 from hpc.allocation import Allocation, StopFlag
 from hpc.errors import EXIT_CONTINUE, EXIT_DONE, EXIT_USER, HpcError, UserError
-from prorl_hpc.buffer.client import LearnerClient, locate_buffer
-from prorl_hpc.buffer.keys import load_client_keys
-from prorl_hpc.buffer.messages import Fenced, GroupIds, WireError
+from prorl_hpc.buffer.client import LearnerClient
+from prorl_hpc.buffer.messages import BufferGone, Fenced, GroupIds, WireError
 from prorl_hpc.buffer.reader import GroupReader
-from prorl_hpc.learner.algorithm_error import AlgorithmError
 from prorl_hpc.learner.checkpoint import LearnerState, load_newest, restore
 from prorl_hpc.learner.collect import NoBatch
-from prorl_hpc.learner.distributed import Ranks, join, leave, use_determinism
+from prorl_hpc.learner.distributed import Ranks, RanksError, join, leave, use_determinism
 from prorl_hpc.learner.filtering import EffectiveSamples
+from prorl_hpc.learner.link import Connect, explain, open_line, patience
 from prorl_hpc.learner.model import build_policy
 from prorl_hpc.learner.objective import objective_config
 from prorl_hpc.learner.optimizer import build_optimizer
+from prorl_hpc.learner.output import Outputs
 from prorl_hpc.learner.publish import publish_start
 from prorl_hpc.learner.record import Recorder, log
 from prorl_hpc.learner.reference import Reference
 from prorl_hpc.learner.reset import ResetState, state_to_json
+from prorl_hpc.learner.shared import Client, SharedClient
 from prorl_hpc.learner.stages import check_stages
 from prorl_hpc.learner.step import Stepper
-from prorl_hpc.learner.train import Client, Loop
+from prorl_hpc.learner.train import Loop
 from prorl_hpc.learner.warmup import prepare_start
 from prorl_hpc.policy import discard_newer
 from prorl_hpc.recipe import Recipe, load_recipe
 from prorl_hpc.run import Run
 
-Connect = Callable[[], Client]
-
 
 def check_learner(recipe: Recipe) -> None:
     """Refuses settings with which the loop could not go on; raises AlgorithmError."""
     check_stages(recipe.algorithm.stages)
-    every, staleness = recipe.learner.publish_every_steps, recipe.algorithm.max_staleness
-    if every > staleness + 1:
-        raise AlgorithmError(
-            f"learner.publish_every_steps={every} needs algorithm.max_staleness={every - 1} or "
-            f"more (it is {staleness}): rollouts would wait for a policy that never comes"
-        )
 
 
 def run_rank(run: Run, *, allocation: Allocation, flag: StopFlag) -> int:
     """Runs this rank; returns its exit code."""
     client: LearnerClient | None = None
 
-    def connect() -> Client:
+    def connect(*, patience_seconds: float) -> Client:
         nonlocal client
-        client = LearnerClient(
-            locate_buffer(run),
-            keys=load_client_keys(run, role="learner"),
-            run=run.name,
+        client = open_line(
+            run,
             attempt=allocation.attempt,
-            patience_seconds=min(load_recipe(run.recipe).buffer.peer_seconds, 600.0),
+            patience_seconds=patience_seconds,
+            stopping=lambda: flag.stopping,
         )
         return client
 
+    def body() -> str:
+        try:
+            return train(
+                run,
+                connect=connect,
+                read=reader.read,
+                stop_reason=lambda: flag.reason or None,
+            )
+        except BufferGone as err:
+            raise explain(run, err) from err
+
     reader = GroupReader(run)
     try:
-        return guarded(
-            lambda: train(
-                run, connect=connect, read=reader.read, stop_reason=lambda: flag.reason or None
-            )
-        )
+        return guarded(body)
     finally:
         if client is not None:
             client.close()
@@ -87,7 +86,7 @@ def guarded(body: Callable[[], str]) -> int:
     except Fenced as err:
         print(f"prorl-hpc: {err}", file=sys.stderr, flush=True)
         return 1
-    except (NoBatch, WireError, OSError) as err:
+    except (NoBatch, WireError, RanksError, OSError) as err:
         # Lost peers and full disks may be gone at the next attempt; its chain is bounded.
         log(f"stopping, to be started again: {err}")
         return EXIT_CONTINUE
@@ -127,7 +126,10 @@ def train(
     check_learner(recipe)
     # Rank 0 may wait for a batch as long as the recipe allows; the others wait for rank 0.
     own = ranks is None
-    ranks = ranks or join(timeout_seconds=2 * recipe.learner.batch_seconds + 1800)
+    ranks = ranks or join(
+        timeout_seconds=2 * recipe.learner.batch_seconds + 1800,
+        stopping=lambda: stop_reason() is not None,
+    )
     try:
         if recipe.learner.deterministic:
             use_determinism(ranks.device)
@@ -209,20 +211,25 @@ def build_loop(
             index = int(state.reset.get("num_resets", 0))
             stepper.reference = Reference.of(model, index=index, step=state.step, ranks=ranks)
         if ranks.is_first:
-            discard_newer(run, state.step)
+            discard_newer(run, state.step + state.roll_backs)
     ranks.barrier()
     if ranks.is_first:
         where = "starting" if found is None else f"resuming at step {state.step}"
         log(f"{where} on {ranks.world} ranks after {time.monotonic() - started:.1f} s")
+    is_over = state.decided_step >= state.step >= recipe.steps
+    client = None
+    if ranks.is_first:
+        client = SharedClient(connect(patience_seconds=patience(recipe, is_over=is_over)))
     loop = Loop(
         recipe=recipe,
         run=run,
         ranks=ranks,
         stepper=stepper,
         state=state,
-        client=connect() if ranks.is_first else None,  # type: ignore[arg-type]
+        client=client,  # type: ignore[arg-type]
         read=read,  # type: ignore[arg-type]
         recorder=Recorder(run) if ranks.is_first else None,  # type: ignore[arg-type]
+        outputs=Outputs(run=run, config=recipe.learner, ranks=ranks),
         stop_reason=stop_reason,
     )
     return loop, found is not None

@@ -31,6 +31,8 @@ class ValidationSource(Protocol):
         self, version: int, timeout_seconds: float = 0.0
     ) -> list[GroupRef] | None: ...
 
+    def damaged(self, shard: int, *, group_id: int, reason: str) -> None: ...
+
 
 class TaskResult(msgspec.Struct, frozen=True, kw_only=True):
     """One task of a validation."""
@@ -89,14 +91,15 @@ def run_validation(
     while True:
         refs = source.validation_results(version, timeout_seconds=POLL_SECONDS)
         seconds = now() - started
-        if refs is not None:
+        groups = None if refs is None else _read_all(refs, source=source, read=read)
+        if refs is not None and groups is not None:
             break
         if stopping() or source.phase != "running":
             return Interrupted()
         if seconds > recipe.learner.batch_seconds:
             note = f"not done within learner.batch_seconds={recipe.learner.batch_seconds:g}"
             return _line(step, version, {}, None, seconds, note)
-    results = summarise([read(ref) for ref in refs])
+    results = summarise(groups)
     weights = {name: recipe.tasks[name].validation_weight for name in results}
     score = None
     if results:
@@ -104,6 +107,22 @@ def run_validation(
     missing = sum(counts.values()) - len(refs)
     note = f"{missing} instances were given up (infrastructure failures)" if missing else ""
     return _line(step, version, results, score, now() - started, note)
+
+
+def _read_all(
+    refs: Sequence[GroupRef], *, source: ValidationSource, read: Callable[[GroupRef], Group]
+) -> list[Group] | None:
+    """The groups; None, and the buffer has them made again, when a shard can't be read."""
+    from prorl_hpc.buffer.shard import ShardDamaged
+
+    groups = []
+    for ref in refs:
+        try:
+            groups.append(read(ref))
+        except ShardDamaged as err:
+            source.damaged(err.shard, group_id=ref.group_id, reason=str(err))
+            return None
+    return groups
 
 
 def summarise(groups: Sequence[Group]) -> dict[str, TaskResult]:

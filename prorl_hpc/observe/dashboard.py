@@ -33,6 +33,16 @@ def step_line(row: Row, *, steps: int) -> str:
     return "  ".join(cell.rjust(width) for cell, (_, width) in zip(cells, COLUMNS, strict=True))
 
 
+def warmup_line(row: Row, *, steps: int) -> str | None:
+    """A supervised step before reinforcement learning; None for other rows."""
+    step = row.get("step")
+    if row.get("event") != "warmup" or not isinstance(step, int):
+        return None
+    loss = number(row, "loss")
+    told = "" if loss is None else f": loss {loss:.3f} nats per token"
+    return f"{'warmup':>10}  step {step}/{steps}{told}"
+
+
 def reset_line(row: Row) -> str | None:
     """A reset of the reference policy; None for other rows."""
     found = reset_of(row)

@@ -73,13 +73,7 @@ def render_report(data: ReportData) -> str:
         _facts(data.provenance),
         f"<details><summary>Recipe</summary><pre>{escape(data.recipe_text)}</pre></details>",
     ]
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>{escape(data.name)}: report</title><style>{STYLE}</style></head><body>"
-        + "\n".join(body)
-        + "</body></html>\n"
-    )
+    return html_page(f"{data.name}: report", body)
 
 
 def _charts(history: History) -> list[str]:
@@ -134,7 +128,7 @@ def _validation_table(history: History) -> str:
     for task in tasks:
         scores = [one.by_task[task] for one in shown if task in one.by_task]
         rows.append((task, scores[0], max(scores), scores[-1]))
-    return _table(
+    return html_table(
         ("task", f"step {first.step}", "best", f"step {last.step}"),
         [(name, *(f"{value:.3f}" for value in values)) for name, *values in rows],
     )
@@ -143,7 +137,7 @@ def _validation_table(history: History) -> str:
 def _reset_table(history: History) -> str:
     if not history.resets:
         return '<p class="empty">None yet.</p>'
-    return _table(("step", "reason"), [(reset.step, reset.reason) for reset in history.resets])
+    return html_table(("step", "reason"), [(reset.step, reset.reason) for reset in history.resets])
 
 
 def _facts(provenance: dict[str, Any]) -> str:
@@ -156,10 +150,22 @@ def _facts(provenance: dict[str, Any]) -> str:
     if isinstance(git, dict):
         changed = " (with local changes)" if git.get("changed") else ""
         rows.append(("commit", f"{git.get('commit')}{changed}"))
-    return _table(("what", "value"), rows) if rows else '<p class="empty">Not recorded.</p>'
+    return html_table(("what", "value"), rows) if rows else '<p class="empty">Not recorded.</p>'
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+def html_page(title: str, body: Sequence[str]) -> str:
+    """A page around elements, with the style of every page here."""
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        f"<title>{escape(title)}</title><style>{STYLE}</style></head><body>"
+        + "\n".join(body)
+        + "</body></html>\n"
+    )
+
+
+def html_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """A table of escaped cells."""
     head = "".join(f"<th>{escape(str(cell))}</th>" for cell in header)
     body = "".join(
         "<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows

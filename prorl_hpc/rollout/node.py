@@ -4,12 +4,14 @@ Waits are bounded and name who is missing. Knows how the parts fit; does no work
 """
 
 import asyncio
+import hashlib
 import logging
+import shutil
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from hpc import endpoints
 from hpc.allocation import Allocation, StopFlag, cpu_count
@@ -38,9 +40,11 @@ log = logging.getLogger("prorl_hpc.rollout")
 
 POLL_SECONDS = 0.2
 
+T = TypeVar("T")
+
 
 class PeerMissing(HpcError, TimeoutError):
-    """The learner published no policy in time; the message says what its job did last."""
+    """The learner or the buffer was not there in time; the message says what is known of it."""
 
 
 async def work(run: Run, *, allocation: Allocation, stop: StopFlag) -> End:
@@ -53,13 +57,13 @@ async def work(run: Run, *, allocation: Allocation, stop: StopFlag) -> End:
     await asyncio.to_thread(_await_buffer, run, recipe, stop)
     version = await _await_policy(run, recipe, stop=stop)
     async with AsyncExitStack() as stack:
-        tokenizer = await asyncio.to_thread(load_tokenizer, run.policy(version))
+        tokenizer = await asyncio.to_thread(load_tokenizer, _tokenizer_path(run, version))
         await asyncio.to_thread(check_prompts, recipe, tasks, tokenizer)
         pipeline, versions = await _open_pipeline(
             stack, run, recipe, tasks=tasks, tokenizer=tokenizer, version=version,
             allocation=allocation,
         )  # fmt: skip
-        client = await RolloutClient.connect(
+        connecting = RolloutClient.connect(
             locate_buffer(run),
             keys=load_client_keys(run, role="rollout"),
             run=run.name,
@@ -67,8 +71,9 @@ async def work(run: Run, *, allocation: Allocation, stop: StopFlag) -> End:
             attempt=allocation.attempt,
             patience_seconds=recipe.buffer.peer_seconds,
         )
+        client = await unless_stopped(connecting, stop)
         stack.push_async_callback(client.close)
-        spool = Spool(spool_directory(allocation), limit_bytes=recipe.rollout.spool_bytes)
+        spool = Spool(spool_directory(run, allocation), limit_bytes=recipe.rollout.spool_bytes)
         stack.callback(spool.close)
         metrics = stack.enter_context(MetricsWriter(run.metrics("rollout", index=allocation.index)))
         worker = Worker(
@@ -84,14 +89,40 @@ async def work(run: Run, *, allocation: Allocation, stop: StopFlag) -> End:
         return await worker.run()
 
 
+async def unless_stopped(peer: Coroutine[Any, Any, T], stop: StopFlag) -> T:
+    """What waiting for a peer gives; raises PeerMissing once a stop is asked for."""
+    task = asyncio.ensure_future(peer)
+    while not task.done() and not stop.stopping:
+        await asyncio.wait([task], timeout=POLL_SECONDS)
+    if not task.done():
+        task.cancel()
+        await asyncio.wait([task])
+        raise PeerMissing(f"the buffer didn't answer before the stop ({stop.reason})")
+    return task.result()
+
+
 def worker_name(allocation: Allocation) -> str:
     """The same for all attempts of one index, so that a newer one fences an older."""
     return f"{allocation.job}-{allocation.index}"
 
 
-def spool_directory(allocation: Allocation) -> Path:
-    """Beside the attempts' own directories, so that it outlives one of them on this node."""
-    return allocation.scratch.parent / "spool"
+def spool_directory(run: Run, allocation: Allocation) -> Path:
+    """Beside the attempts' own directories, so that it outlives one of them on this node.
+
+    Named by the run's keys, and the only one: a run that was deleted and submitted again at the
+    same path has the same group ids, and must not be handed what its namesake left.
+    """
+    public = load_client_keys(run, role="rollout").server_public
+    mine = allocation.scratch.parent / f"spool-{hashlib.sha256(public).hexdigest()[:12]}"
+    for other in allocation.scratch.parent.glob(f"spool-{12 * '?'}"):
+        if other != mine:
+            shutil.rmtree(other, ignore_errors=True)
+    return mine
+
+
+def environments_directory(allocation: Allocation) -> Path:
+    """One for all runs of the user on this node: each worker sweeps what dead ones left there."""
+    return allocation.scratch.parent.parent / "environments"
 
 
 def terms_of(recipe: Recipe) -> Terms:
@@ -111,17 +142,40 @@ def check_prompts(recipe: Recipe, tasks: dict[str, Task], tokenizer: Any) -> Non
         render_prompt(tokenizer, instance.messages)
 
 
+def _tokenizer_path(run: Run, version: int) -> Path:
+    """The starting policy's directory: a version may be removed while this node starts."""
+    return run.model_start if run.model_start.is_dir() else run.policy(version)
+
+
 @asynccontextmanager
 async def engine_at(recipe: Recipe, run: Run, version: int) -> AsyncIterator[Any]:
-    """The engine, started with a verified version."""
+    """The engine, started with a verified version: this one, or the newest once it is gone."""
+    while True:
+        try:
+            engine = await _start_engine(recipe, run, version)
+            break
+        except (HpcError, OSError):
+            newest = latest_version(run)
+            if run.policy(version).is_dir() or newest is None or newest == version:
+                raise
+            log.info("version %d was removed meanwhile; starting with %d", version, newest)
+            version = newest
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+async def _start_engine(recipe: Recipe, run: Run, version: int) -> Any:
     path = run.policy(version)
     await asyncio.to_thread(verify_policy, path)
     engine = make_engine(recipe, path=path, version=version)
     try:
         await engine.start()
-        yield engine
-    finally:
+    except BaseException:
         await engine.close()
+        raise
+    return engine
 
 
 async def _open_pipeline(
@@ -168,7 +222,7 @@ def _open_environments(
         return None
     from prorl_hpc.environment.factory import EnvironmentFactory
 
-    factory = EnvironmentFactory(allocation.scratch / "environments")
+    factory = EnvironmentFactory(environments_directory(allocation))
     stack.callback(factory.close)
     return factory.create
 

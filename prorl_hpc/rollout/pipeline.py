@@ -23,6 +23,7 @@ from prorl_hpc.environment.base import EndReason, Environment, EnvironmentEnded
 from prorl_hpc.inference.engine import Engine, EngineError, Sampling
 from prorl_hpc.recipe import Recipe, TaskConfig
 from prorl_hpc.records import Instance, Kind, Lease, Outcome, Score, Trajectory
+from prorl_hpc.rollout.instances import Instances
 from prorl_hpc.rollout.scoring import VerifierTimeout
 from prorl_hpc.rollout.verifier import Request
 from prorl_hpc.rollout.versions import Versions
@@ -90,6 +91,11 @@ class Pipeline:
         }
         self.occupied = dict.fromkeys(self._stages, 0)
         """Attempts at work per stage, just now."""
+        self._instances = Instances()
+        # Asked once per task: `isinstance` of a protocol looks at every attribute, every time.
+        self._sandboxed: dict[str, EnvironmentTask] = {
+            name: task for name, task in parts.tasks.items() if isinstance(task, EnvironmentTask)
+        }
 
     async def produce(self, lease: Lease, rollout_index: int) -> Trajectory:
         """One attempt, whatever becomes of it. Only cancelling ends it without a trajectory.
@@ -135,10 +141,10 @@ class Pipeline:
     async def _init(self, attempt: _Attempt, stack: AsyncExitStack) -> Environment | None:
         parts, lease = self._parts, attempt.lease
         async with self._stage(attempt, "init"):
-            task = self._task(lease)
-            instance = await asyncio.to_thread(task.instance, lease.instance_index, kind=lease.kind)
+            instance = await self._instances.get(self._task(lease), lease)
             attempt.instance = instance
-            if not isinstance(task, EnvironmentTask):
+            task = self._sandboxed.get(lease.task)
+            if task is None:
                 return None
             if parts.make_environment is None:
                 raise EngineError(f"task {lease.task} needs an environment; this node makes none")
@@ -186,8 +192,7 @@ class Pipeline:
         """What the agent leaves behind; its environment is closed after this."""
         if environment is None or attempt.finish_reason == "error":
             return
-        task = self._task(attempt.lease)
-        assert isinstance(task, EnvironmentTask)
+        task = self._sandboxed[attempt.lease.task]
         assert attempt.instance is not None
         try:
             async with asyncio.timeout(RESULT_SECONDS):
@@ -202,13 +207,14 @@ class Pipeline:
         conversation, instance = attempt.conversation, attempt.instance
         assert conversation is not None
         assert instance is not None
-        task, lease = self._task(attempt.lease), attempt.lease
+        lease = attempt.lease
+        task = self._sandboxed.get(lease.task)
         config = self._parts.recipe.tasks[lease.task]
         if not any(conversation.transcript.loss_mask):
             attempt.detail = attempt.detail or "the prompt leaves no room for an answer"
             return Score(reward=0.0, outcome=Outcome.truncated)
         async with self._stage(attempt, "eval"):
-            if isinstance(task, EnvironmentTask):
+            if task is not None:
                 return await self._eval_in_environment(attempt, task, config)
             if attempt.outcome is Outcome.agent_timeout:
                 return Score(reward=0.0)

@@ -1,13 +1,16 @@
 """Finished trajectories on node-local disk until the buffer has them. Knows no socket.
 
-One file per trajectory, in the layout of a push. It survives a killed worker, so that the next
-attempt on this node hands in what the last one couldn't. A full disk is no error: what can't be
+One file for what is put at once, in the layout of a push; it stays until all of it is acked. It
+survives a killed worker, so that the next attempt on this node hands in what the last one couldn't
+(and perhaps some that it could: the buffer knows them). A full disk is no error: what can't be
 spooled lives in memory alone.
 """
 
 import contextlib
 import logging
 import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -23,13 +26,23 @@ _LENGTHS = struct.Struct("<5Q")
 SUFFIX = ".trajectory"
 
 
+@dataclass(kw_only=True, slots=True)
+class _File:
+    """One file, and who in it isn't acked."""
+
+    keys: set[tuple[int, int]]
+    num_bytes: int
+
+
 class Spool:
     """A directory of trajectories that aren't acked yet; without one it keeps nothing."""
 
     def __init__(self, directory: Path | None, *, limit_bytes: int) -> None:
         self._directory = directory
         self._limit_bytes = limit_bytes
-        self._sizes: dict[tuple[int, int], int] = {}
+        self._files: dict[Path, _File] = {}
+        self._places: dict[tuple[int, int], Path] = {}
+        self.num_bytes = 0
         self._warned = False
         if directory is not None:
             try:
@@ -37,18 +50,18 @@ class Spool:
             except OSError as err:
                 self._give_up(err)
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(self._sizes.values())
-
-    def put(self, trajectory: Trajectory) -> bool:
-        """Keeps a copy; False when there is no room or no disk."""
-        if self._directory is None:
+    def put(self, *trajectories: Trajectory) -> bool:
+        """Keeps a copy, in one file if there is room; False when not all could be kept."""
+        if self._directory is None or not trajectories:
             return False
-        data = _encode(trajectory)
+        data = _encode(trajectories)
         if self.num_bytes + len(data) > self._limit_bytes:
-            return False
-        path = self._path(trajectory.key)
+            half = len(trajectories) // 2
+            if not half:
+                return False
+            kept = [self.put(*trajectories[:half]), self.put(*trajectories[half:])]
+            return all(kept)
+        path = self._path(trajectories[0].key)
         temporary = path.with_suffix(".tmp")
         try:
             temporary.write_bytes(data)
@@ -57,42 +70,62 @@ class Spool:
             temporary.unlink(missing_ok=True)
             self._warn(f"spool: {err}; trajectories are kept in memory")
             return False
-        self._sizes[trajectory.key] = len(data)
+        self._keep(path, trajectories, num_bytes=len(data))
         return True
 
     def remove(self, key: tuple[int, int]) -> None:
         """The buffer has it."""
-        if self._sizes.pop(key, None) is not None:
-            self._path(key).unlink(missing_ok=True)
+        path = self._places.pop(key, None)
+        if path is None:
+            return
+        file = self._files[path]
+        file.keys.discard(key)
+        if not file.keys:
+            del self._files[path]
+            self.num_bytes -= file.num_bytes
+            path.unlink(missing_ok=True)
 
     def recover(self) -> list[Trajectory]:
         """What earlier attempts on this node left; damaged files are removed and named."""
         if self._directory is None:
             return []
-        found = []
+        found: list[Trajectory] = []
         for path in sorted(self._directory.glob(f"*{SUFFIX}")):
             try:
                 data = path.read_bytes()
-                trajectory = _decode(data)
+                trajectories = _decode(data)
             except (OSError, ValueError, WireError, msgspec.MsgspecError, struct.error) as err:
                 log.warning("spool: %s is damaged (%s) and was removed", path.name, err)
                 path.unlink(missing_ok=True)
                 continue
-            self._sizes[trajectory.key] = len(data)
-            found.append(trajectory)
+            self._keep(path, trajectories, num_bytes=len(data))
+            found += trajectories
         for torn in self._directory.glob("*.tmp"):
             torn.unlink(missing_ok=True)
         return found
 
     def close(self) -> None:
         """Removes the directory if nothing is left in it."""
-        if self._directory is not None and not self._sizes:
+        if self._directory is not None and not self._files:
             with contextlib.suppress(OSError):
                 self._directory.rmdir()
 
+    def _keep(self, path: Path, trajectories: Sequence[Trajectory], *, num_bytes: int) -> None:
+        keys = {trajectory.key for trajectory in trajectories}
+        for key in keys:
+            self.remove(key)  # an older copy
+        self._files[path] = _File(keys=keys, num_bytes=num_bytes)
+        self._places |= dict.fromkeys(keys, path)
+        self.num_bytes += num_bytes
+
     def _path(self, key: tuple[int, int]) -> Path:
+        """A name that no file of ours has: one of these may still hold others' only copy."""
         assert self._directory is not None
-        return self._directory / f"{key[0]}-{key[1]}{SUFFIX}"
+        path, number = self._directory / f"{key[0]}-{key[1]}{SUFFIX}", 0
+        while path in self._files:
+            number += 1
+            path = self._directory / f"{key[0]}-{key[1]}-{number}{SUFFIX}"
+        return path
 
     def _give_up(self, err: OSError) -> None:
         self._warn(f"spool: {err}; trajectories are kept in memory")
@@ -104,13 +137,13 @@ class Spool:
         self._warned = True
 
 
-def _encode(trajectory: Trajectory) -> bytes:
-    push, arrays = frames.encode_push([trajectory])
+def _encode(trajectories: Sequence[Trajectory]) -> bytes:
+    push, arrays = frames.encode_push(trajectories)
     parts = [msgspec.msgpack.encode(push), *arrays]
     return b"".join([MAGIC, _LENGTHS.pack(*(len(part) for part in parts)), *parts])
 
 
-def _decode(data: bytes) -> Trajectory:
+def _decode(data: bytes) -> list[Trajectory]:
     if not data.startswith(MAGIC):
         raise ValueError("not a spool file of this format")
     start = len(MAGIC) + _LENGTHS.size
@@ -121,5 +154,4 @@ def _decode(data: bytes) -> Trajectory:
     if start != len(data):
         raise ValueError(f"{len(data)} bytes where {start} were written")
     push = msgspec.msgpack.decode(parts[0], type=Push)
-    (trajectory,) = frames.decode_push(push, parts[1:])
-    return trajectory
+    return frames.decode_push(push, parts[1:])

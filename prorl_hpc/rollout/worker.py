@@ -35,6 +35,12 @@ log = logging.getLogger("prorl_hpc.rollout")
 MAX_PUSH_TRAJECTORIES = 256
 POLL_SECONDS = 0.2
 METRICS_SECONDS = 5.0
+LINGER_SECONDS = 0.01
+"""What ends this close together goes in one push."""
+
+SPOOL_SECONDS = 0.1
+"""An ack that comes sooner spares the disk; a kill can cost this much of finished work."""
+
 PROBE_GROUP = 0
 """Group id of a probe; its trajectory is never pushed."""
 
@@ -129,6 +135,8 @@ class Worker:
         self._held: dict[int, _Held] = {}
         self._done: asyncio.Queue[Trajectory] = asyncio.Queue()
         self._unpushed: dict[tuple[int, int], Trajectory] = {}
+        self._unspooled: list[Trajectory] = []
+        self._spooling: asyncio.TimerHandle | None = None
         self._freed = asyncio.Event()
         self._end: End | None = None
 
@@ -140,7 +148,7 @@ class Worker:
     async def run(self) -> End:
         """Works until an end, then hands in what is done and gives its leases back."""
         for trajectory in self.spool.recover():
-            self._hand_in(trajectory)
+            self._queue(trajectory)
         loops = [
             asyncio.create_task(loop, name=name)
             for name, loop in (
@@ -156,6 +164,7 @@ class Worker:
             await self._farewell()
         finally:
             await _cancel([*loops, *self._tasks()])
+            self._spool_unacked()
         assert self._end is not None
         self._report(self)
         return self._end
@@ -178,6 +187,7 @@ class Worker:
         """Drops what isn't done, pushes what is, and lets others have the leases at once."""
         assert self._end is not None
         await _cancel(self._tasks())
+        self._spool_unacked()
         if self._end.finished:
             return
         with contextlib.suppress(WireError, TimeoutError):
@@ -241,13 +251,30 @@ class Worker:
             self._finish(End(reason=f"defect: {task.exception()!r}"))
 
     def _hand_in(self, trajectory: Trajectory) -> None:
-        self.spool.put(trajectory)
+        self._unspooled.append(trajectory)
+        if self._spooling is None:
+            loop = asyncio.get_running_loop()
+            self._spooling = loop.call_later(SPOOL_SECONDS, self._spool_unacked)
+        self._queue(trajectory)
+
+    def _spool_unacked(self) -> None:
+        """Writes what ended lately and isn't acked yet, together."""
+        if self._spooling is not None:
+            self._spooling.cancel()
+            self._spooling = None
+        unspooled, self._unspooled = self._unspooled, []
+        waiting = [t for t in unspooled if self._unpushed.get(t.key) is t]
+        if waiting:
+            self.spool.put(*waiting)
+
+    def _queue(self, trajectory: Trajectory) -> None:
         self._unpushed[trajectory.key] = trajectory
         self._done.put_nowait(trajectory)
 
     async def _push_forever(self) -> None:
         while True:
             batch = [await self._done.get()]
+            await asyncio.sleep(LINGER_SECONDS)
             while len(batch) < MAX_PUSH_TRAJECTORIES and not self._done.empty():
                 batch.append(self._done.get_nowait())
             await self._push(batch)

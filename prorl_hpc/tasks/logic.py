@@ -5,6 +5,11 @@ Options of a task of kind `logic`:
     family: chain_sum | [chain_sum, countdown] | all
     parameters: {min_terms: 2}     # of that family; with several: {chain_sum: {min_terms: 2}}
     answer_tags: true              # demand <answer>...</answer>; default: tags are optional
+    exact: true                    # reward 1 for the family's full score, else 0: no partial credit
+    prompt: "{word}>"              # instead of the question: fields of the entry and its metadata
+
+A `prompt` shows a tiny model only what varies from problem to problem; problems, answers, scores
+and the split stay the family's own. It is filled as by str.format; `{question}` is known too.
 
 Train and validation never share a question: each belongs to one side by its own hash, whatever
 its place in the stream of problems.
@@ -50,7 +55,9 @@ FIRST_TRAIN = 1 << 24
 def make_logic(name: str, config: TaskConfig, seed: int) -> "LogicTask":
     """The task of a recipe's key. Raises TaskError."""
     options = read_options(
-        name, config.options, {"family": object, "parameters": dict, "answer_tags": bool}
+        name,
+        config.options,
+        {"family": object, "parameters": dict, "answer_tags": bool, "exact": bool, "prompt": str},
     )
     families = _families(name, options.get("family"))
     parameters = options.get("parameters", {})
@@ -69,6 +76,8 @@ def make_logic(name: str, config: TaskConfig, seed: int) -> "LogicTask":
         families=families,
         parameters=parameters,
         answer_tags=bool(options.get("answer_tags", False)),
+        exact=bool(options.get("exact", False)),
+        prompt=options.get("prompt"),
     )
 
 
@@ -84,6 +93,8 @@ class LogicTask:
         families: tuple[str, ...],
         parameters: dict[str, dict[str, Any]],
         answer_tags: bool = False,
+        exact: bool = False,
+        prompt: str | None = None,
     ) -> None:
         self.name = name
         self._config = config
@@ -91,6 +102,8 @@ class LogicTask:
         self._families = families
         self._parameters = parameters
         self._tags = answer_tags
+        self._exact = exact
+        self._prompt = prompt
         self._sets: dict[str, Any] = {}
 
     def size(self, kind: Kind) -> int:
@@ -134,7 +147,8 @@ class LogicTask:
             return Score(reward=0.0, components={"answered": 0.0}, outcome=Outcome.invalid)
         reward = min(max(value, 0.0), 1.0) if value == value else 0.0
         solved = 1.0 if reward >= 1.0 else 0.0
-        return Score(reward=reward, components={"answered": 1.0, "solved": solved})
+        components = {"answered": 1.0, "solved": solved}
+        return Score(reward=solved if self._exact else reward, components=components)
 
     def demonstration(self, instance: Instance) -> str | None:
         """The known answer as the model should write it; None for families that have none."""
@@ -152,11 +166,24 @@ class LogicTask:
             instance_id=f"{family}-{kind.value}-{index}",
             index=index,
             messages=prompt_messages(
-                entry["question"], system_prompt=self._config.system_prompt, default=default
+                self._shown(entry), system_prompt=self._config.system_prompt, default=default
             ),
             answer={"family": family, "entry": entry},
             metadata={"family": family},
         )
+
+    def _shown(self, entry: dict[str, Any]) -> str:
+        question = str(entry["question"])
+        if self._prompt is None:
+            return question
+        known = {**entry["metadata"], "question": question}
+        try:
+            return self._prompt.format_map(known)
+        except (KeyError, IndexError, ValueError, AttributeError, TypeError) as err:
+            raise TaskError(
+                f"tasks.{self.name}.options.prompt={self._prompt!r} can't be filled ({err!r}); "
+                f"the family has the fields {', '.join(sorted(known))}"
+            ) from err
 
     def _problems(self, family: str) -> Any:
         if family not in self._sets:

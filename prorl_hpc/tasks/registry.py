@@ -16,6 +16,8 @@ KINDS: dict[str, str] = {
     "stem": "prorl_hpc.tasks.stem:make_stem",
     "instructions": "prorl_hpc.tasks.instructions:make_instructions",
     "structured": "prorl_hpc.tasks.structured:make_structured",
+    "swe": "prorl_hpc.tasks.swe.task:make_swe",
+    "code": "prorl_hpc.tasks.code:make_code",
 }
 """`module:function` of each kind."""
 

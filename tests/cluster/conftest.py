@@ -50,7 +50,7 @@ def need(argv: list[str], *, timeout: float, what: str) -> str:
     return done.stdout
 
 
-def poll(ready: Callable[[], object], *, what: str, timeout: float = 120.0) -> None:
+def poll(ready: Callable[[], object], *, what: str, timeout: float = 300.0) -> None:
     """Wait for a condition of the cluster; the failure names it."""
     deadline = time.monotonic() + timeout
     while not ready():
@@ -71,7 +71,7 @@ class User:
         self,
         argv: list[str],
         *,
-        timeout: float = 60.0,
+        timeout: float = 240.0,
         cwd: Path | None = None,
         env: dict[str, str] | None = None,
     ) -> Result:
@@ -95,12 +95,12 @@ class User:
 
 @pytest.fixture(scope="session")
 def user() -> Iterator[User]:
-    need([str(SCRIPTS / "make-user"), USER], timeout=120, what="no ordinary user to run as")
+    need([str(SCRIPTS / "make-user"), USER], timeout=300, what="no ordinary user to run as")
     base = Path(tempfile.mkdtemp(prefix="prorl-user-", dir="/var/tmp"))
     base.chmod(0o755)
     home = base / "home"
     home.mkdir()
-    subprocess.run([*AS_ROOT, "chown", f"{USER}:", str(home)], check=True, timeout=60)
+    subprocess.run([*AS_ROOT, "chown", f"{USER}:", str(home)], check=True, timeout=180)
     env = {
         "HOME": str(home),
         "USER": USER,
@@ -113,12 +113,12 @@ def user() -> Iterator[User]:
     person = User(name=USER, home=home, env=env)
     check = person.run([str(ROOT / ".venv/bin/python"), "-c", "import hpc"])
     if check.returncode != 0:
-        subprocess.run([*AS_ROOT, "rm", "-rf", str(base)], check=False, timeout=120)
+        subprocess.run([*AS_ROOT, "rm", "-rf", str(base)], check=False, timeout=300)
         pytest.skip(f"{USER} can't run {ROOT}/.venv/bin/python; make the checkout readable by all")
     yield person
     # A container's work directory may hold entries without permissions; the user may change them.
-    person.run(["chmod", "-R", "u+rwX", str(home)], timeout=120)
-    subprocess.run([*AS_ROOT, "rm", "-rf", str(base)], check=False, timeout=120)
+    person.run(["chmod", "-R", "u+rwX", str(home)], timeout=300)
+    subprocess.run([*AS_ROOT, "rm", "-rf", str(base)], check=False, timeout=300)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +149,7 @@ class Cluster:
         argv: list[str],
         *,
         as_user: bool = True,
-        timeout: float = 60.0,
+        timeout: float = 240.0,
         cwd: Path | None = None,
         env: dict[str, str] | None = None,
     ) -> Result:
@@ -174,7 +174,7 @@ class Cluster:
     def state(self, job_id: str) -> str:
         return self.job(job_id).get("JobState", "UNKNOWN")
 
-    def wait_for(self, job_id: str, *states: str, timeout: float = 120.0) -> None:
+    def wait_for(self, job_id: str, *states: str, timeout: float = 300.0) -> None:
         poll(
             lambda: self.state(job_id) in states,
             what=f"job {job_id} in {' or '.join(states)}; it is {self.state(job_id)}",
@@ -205,7 +205,7 @@ class Cluster:
 
     def _act(self, action: str, node: str) -> None:
         script = [*AS_ROOT, "/usr/bin/python3", str(SCRIPTS / "cluster.py")]
-        done = execute([*script, action, str(self.prefix), "--node", node], timeout=60)
+        done = execute([*script, action, str(self.prefix), "--node", node], timeout=180)
         assert done.returncode == 0, done.stderr
 
 
@@ -213,7 +213,7 @@ def boot(user: User, prefix: Path, *options: str) -> Cluster:
     what = "no private Slurm cluster"
     need([str(SCRIPTS / "install-slurm")], timeout=1200, what=what)
     booted = need(
-        [str(SCRIPTS / "up"), str(prefix), "--user", user.name, *options], timeout=300, what=what
+        [str(SCRIPTS / "up"), str(prefix), "--user", user.name, *options], timeout=700, what=what
     )
     nodes = re.search(r"^nodes: (.*)$", booted, re.MULTILINE)
     assert nodes is not None, booted
@@ -238,9 +238,9 @@ def cluster_prefix(name: str) -> Iterator[Path]:
         yield prefix
     finally:
         if prefix.exists():
-            execute([str(SCRIPTS / "down"), str(prefix)], timeout=120)
+            execute([str(SCRIPTS / "down"), str(prefix)], timeout=300)
         if not given:
-            subprocess.run([*AS_ROOT, "rm", "-rf", str(base)], check=False, timeout=120)
+            subprocess.run([*AS_ROOT, "rm", "-rf", str(base)], check=False, timeout=300)
 
 
 @pytest.fixture(scope="session")
@@ -269,7 +269,7 @@ class Apptainer:
     """The same image as one file."""
 
     def run(
-        self, argv: list[str], *, timeout: float = 60.0, env: dict[str, str] | None = None
+        self, argv: list[str], *, timeout: float = 240.0, env: dict[str, str] | None = None
     ) -> Result:
         """Run `apptainer -s ARGV` as the user."""
         return self.user.run([self.command, "-s", *argv], timeout=timeout, env=env)
@@ -284,11 +284,11 @@ def apptainer(user: User) -> Apptainer:
         Path(scratch).chmod(0o755)
         made = Path(scratch) / "rootfs"
         python = str(ROOT / ".venv/bin/python")
-        need([str(SCRIPTS / "mk-rootfs"), str(made), python], timeout=300, what="no base image")
+        need([str(SCRIPTS / "mk-rootfs"), str(made), python], timeout=600, what="no base image")
         assert user.run(["cp", "-a", str(made), str(images / "rootfs")]).returncode == 0
     ready = Apptainer(command=command, user=user, rootfs=images / "rootfs", sif=images / "base.sif")
     fast = ["--mksquashfs-args", "-comp zstd -Xcompression-level 3"]
-    built = ready.run(["build", *fast, str(ready.sif), str(ready.rootfs)], timeout=300)
+    built = ready.run(["build", *fast, str(ready.sif), str(ready.rootfs)], timeout=600)
     started = ready.run(["exec", "--containall", "--cleanenv", str(ready.rootfs), "true"])
     for step in (built, started):
         if step.returncode != 0:

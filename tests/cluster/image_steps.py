@@ -50,7 +50,7 @@ def killed_build(store: ImageStore, rootfs: Path, root: Path) -> list[str]:
         slow.ensure("killed", source="s", source_key="k", make=lambda _path: time.sleep(600))
         os._exit(0)
     lease = store.root / ".leases" / "killed.lease"
-    end = time.monotonic() + 60
+    end = time.monotonic() + 300
     while not lease.exists() and time.monotonic() < end:
         time.sleep(0.02)
     os.kill(child, 9)

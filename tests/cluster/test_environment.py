@@ -9,6 +9,8 @@ import pytest
 from tests.prorl_hpc.environment import checks
 from tests.prorl_hpc.environment.checks import ALL, APPTAINER, DESTRUCTIVE, ISOLATING
 
+pytestmark = pytest.mark.timeout(1200)
+
 SCRIPT = Path(checks.__file__).resolve()
 
 
@@ -32,7 +34,7 @@ class Container(Protocol):
 def run(person: Person, backend: str, image: object, name: str) -> None:
     # bare environment: nothing of the tests' own reaches the user
     done = person.run(
-        ["python", "-B", str(SCRIPT), backend, str(image), name], timeout=500.0,
+        ["python", "-B", str(SCRIPT), backend, str(image), name], timeout=1000.0,
         env={"PRORL_CYCLES": os.environ.get("PRORL_CYCLES", "100")},
     )  # fmt: skip
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"

@@ -6,6 +6,8 @@ from typing import Protocol
 
 import pytest
 
+pytestmark = pytest.mark.timeout(1200)
+
 SCRIPT = Path(__file__).resolve().with_name("image_steps.py")
 
 
@@ -26,7 +28,7 @@ class Done(Protocol):
 
 @pytest.mark.process
 def test_a_session_of_an_admin(apptainer: Container) -> None:
-    done = apptainer.user.run(["python", "-B", str(SCRIPT), str(apptainer.rootfs)], timeout=500.0)
+    done = apptainer.user.run(["python", "-B", str(SCRIPT), str(apptainer.rootfs)], timeout=1000.0)
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout.splitlines()[-1])
     assert told["digests"] == 1

@@ -18,7 +18,7 @@ from hpc.plan import Job, Plan, Resources
 from hpc.rundir import RunDirectory
 from hpc.site import Backend, OnPreempt, Placement, Site
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
 
 DRIVER = """
 import json, sys
@@ -85,7 +85,7 @@ class Session:
 
     def drive(self, what: str, *rest: object) -> str:
         text = json.dumps([what, str(self.run.root), *rest])
-        done = self.cluster.run([self.python, "-c", DRIVER, text], timeout=180)
+        done = self.cluster.run([self.python, "-c", DRIVER, text], timeout=400)
         assert done.returncode == 0, done.stderr
         return str(done.stdout)
 
@@ -128,7 +128,7 @@ class Session:
         texts = [f"{path}:\n{path.read_text(errors='replace')[-1500:]}" for path in logs]
         return "\n".join([self.run.ledger.read_text(), *texts])
 
-    def wait(self, ready: Callable[[], object], *, what: str, timeout: float = 180.0) -> None:
+    def wait(self, ready: Callable[[], object], *, what: str, timeout: float = 400.0) -> None:
         from tests.cluster.conftest import poll
 
         try:
@@ -179,7 +179,7 @@ def test_array_above_max_array_size(session: Session) -> None:
         job(session, "rollout", "once", array_size=size, array_limit=24, environment=environment)
     )
     session.wait(
-        lambda: session.ends("rollout", "finished") >= size, what="all tasks end", timeout=400
+        lambda: session.ends("rollout", "finished") >= size, what="all tasks end", timeout=700
     )
     submits = session.entries(ledger.Submit)
     assert [entry.index_offset for entry in submits] == [0, session.cluster.max_array_size]
@@ -367,7 +367,7 @@ site, directory = json.loads(sys.argv[1])
 resources = Resources(nodes=1, cpus_per_node=1, memory_mib=200, gpus_per_node=0, walltime_minutes=5)
 print(json.dumps([repr(result) for result in fan_out(
     math.sqrt, [4.0, -1.0, 9.0], site=msgspec.convert(site, Site), role="evaluation",
-    resources=resources, directory=Path(directory), at_once=2, timeout_seconds=150,
+    resources=resources, directory=Path(directory), at_once=2, timeout_seconds=400,
 )]))
 """
     site = Site(
@@ -376,7 +376,7 @@ print(json.dumps([repr(result) for result in fan_out(
         placements={"default": Placement(partition="cpu")},
     )
     given = json.dumps([msgspec.to_builtins(site), str(session.run.root.parent / "fan out")])
-    done = session.cluster.run([session.python, "-c", text, given], timeout=180)
+    done = session.cluster.run([session.python, "-c", text, given], timeout=600)
     assert done.returncode == 0, done.stderr
     first, second, third = json.loads(done.stdout)
     assert first == "Done(value=2.0)"

@@ -5,6 +5,7 @@ rollouts have it. It samples with the published policy when asked to (`sample`),
 on it raises the reward; otherwise groups are a function of their id alone.
 """
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -26,6 +27,8 @@ class FakeClient:
     letters: tuple[int, ...] = (5, 6, 7, 8)
     sampler: Sampler | None = None
     degenerate: Callable[[int], bool] = lambda group_id: False
+    batch_groups: int | None = None
+    """Hands out no more than one batch per version, as a buffer with staleness 0 does."""
     phase: str = "running"
     version: int = 0
     consumed: GroupIds = field(default_factory=GroupIds)
@@ -41,11 +44,20 @@ class FakeClient:
         refs: list[GroupRef] = []
         group_id = 0
         while len(refs) < num_groups:
+            if group_id >= self._limit():
+                time.sleep(0.002)
+                break
             if group_id not in self.consumed and group_id not in self.taken:
                 self.taken.add(group_id)
                 refs.append(self._ref(group_id, Kind.train))
             group_id += 1
         return refs
+
+    def _limit(self) -> float:
+        if self.batch_groups is None:
+            return float("inf")
+        told = [total for name, total in self.calls if name == "filtered"]
+        return (self.version + 1) * self.batch_groups + (told[-1] if told else 0)  # type: ignore[operator,no-any-return]
 
     def published(self, version: int) -> None:
         self.calls.append(("published", version))

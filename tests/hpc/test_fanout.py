@@ -30,7 +30,7 @@ def test_results_and_failures_keep_their_order(tmp_path: Path) -> None:
         resources=resources(),
         directory=tmp_path / "it's here",
         at_once=2,
-        timeout_seconds=180,
+        timeout_seconds=500,
     )
     assert found[0] == Done(value=2)
     assert found[3] == Done(value=8)

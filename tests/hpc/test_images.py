@@ -74,7 +74,7 @@ def test_many_ask_and_one_builds(store: ImageStore) -> None:
 
 
 def test_different_images_are_built_at_once(store: ImageStore) -> None:
-    together = threading.Barrier(3, timeout=60)
+    together = threading.Barrier(3, timeout=300)
 
     def meet(path: Path) -> None:
         together.wait()

@@ -68,8 +68,8 @@ def test_golden_files_are_all_checked() -> None:
 def test_shellcheck_and_bash_find_nothing() -> None:
     files = sorted(str(path) for path in GOLDEN.glob("*.sbatch"))
     for path in files:
-        subprocess.run(["bash", "-n", path], check=True, timeout=60)
-    checked = subprocess.run([SHELLCHECK, *files], capture_output=True, text=True, timeout=120)
+        subprocess.run(["bash", "-n", path], check=True, timeout=300)
+    checked = subprocess.run([SHELLCHECK, *files], capture_output=True, text=True, timeout=300)
     assert checked.returncode == 0, checked.stdout
 
 
@@ -80,7 +80,7 @@ def test_hostile_values_arrive_unchanged(tmp_path: Path) -> None:
     )["learner"]
     cut = text.index("# ---- Signals")
     shown = f'{text[:cut]}\nprintf \'%s\\0\' "${{command[@]:1}}" "$V0" "$V1" "$V2" "$V5"'
-    done = subprocess.run(["bash", "-c", shown], capture_output=True, timeout=60, check=True)
+    done = subprocess.run(["bash", "-c", shown], capture_output=True, timeout=300, check=True)
     words = done.stdout.decode().split("\0")[:-1]
     assert words == [*values, values[0], values[1], values[2], values[5]]
 

@@ -22,7 +22,7 @@ def end(number, frame):
 for number in (signal.SIGTERM, signal.SIGUSR2):
     signal.signal(number, end)
 pathlib.Path(sys.argv[1] + ".ready").touch()
-time.sleep(120)
+time.sleep(900)
 """
 
 
@@ -70,7 +70,7 @@ def test_warning_before_the_walltime_reaches_the_learner(tmp_path: Path) -> None
     learner, buffer = tmp_path / "learner", tmp_path / "buffer"
 
     def warn() -> None:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         ready = [Path(f"{path}.ready") for path in (learner, buffer)]
         while not all(path.exists() for path in ready) and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -89,7 +89,7 @@ def test_stubborn_process_is_killed(tmp_path: Path) -> None:
     ready = tmp_path / "ready"
     text = (
         "import signal, sys, time, pathlib\nsignal.signal(15, signal.SIG_IGN)\n"
-        f"pathlib.Path({str(ready)!r}).touch()\ntime.sleep(120)"
+        f"pathlib.Path({str(ready)!r}).touch()\ntime.sleep(900)"
     )
     deaf = [sys.executable, "-c", text]
     code = supervise(buffer=deaf, learner=ends(0, after=ready), buffer_grace_seconds=0.2)

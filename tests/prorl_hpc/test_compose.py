@@ -50,14 +50,14 @@ def test_tasks_can_be_chosen_added_changed_and_removed(groups: Path) -> None:
     chosen = compose([*start, "task=countdown"], recipe_dir=groups)
     assert list(chosen.tasks) == ["countdown"]
     added = compose(
-        [*start, "tasks.mine.kind=math", "tasks.mine.weight=0.5", "tasks.chain_sum.weight=2"],
+        [*start, "tasks.mine.kind=math", "tasks.mine.weight=0.5", "tasks.spell_backward.weight=2"],
         recipe_dir=groups,
     )
     assert added.tasks["mine"].weight == 0.5
-    assert added.tasks["chain_sum"].weight == 2.0
-    assert added.tasks["chain_sum"].kind == "logic"
-    removed = compose([*start, "~tasks.chain_sum"], recipe_dir=groups)
-    assert "chain_sum" not in removed.tasks
+    assert added.tasks["spell_backward"].weight == 2.0
+    assert added.tasks["spell_backward"].kind == "logic"
+    removed = compose([*start, "task=[countdown,maze]", "~tasks.countdown"], recipe_dir=groups)
+    assert list(removed.tasks) == ["maze"]
 
 
 def test_lists_of_stages(groups: Path) -> None:

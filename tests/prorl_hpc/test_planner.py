@@ -105,3 +105,38 @@ def test_role_without_a_place_is_named() -> None:
     empty = Site(name="bare", backend=Backend.slurm, placements={})
     with pytest.raises(SiteError, match="places neither role"):
         make_plan(recipe(), empty, run_directory=RUN)
+
+
+BIG = {
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+}
+
+
+def test_a_learner_that_does_not_fit_the_stated_gpu_is_refused_with_what_does() -> None:
+    """7 billion parameters on two nodes of four GPUs."""
+    big = recipe()
+    big.model.config, big.model.vocabulary = BIG, "abc"
+    big.learner.gpus_per_node = 4
+    big.model.activation_checkpointing, big.learner.tokens_per_micro_batch = True, 8192
+    for stated in ({}, {"gpu_memory_mib": 81920, "memory_mib": 1000}):
+        make_plan(big, site(**stated), run_directory=RUN)
+    with pytest.raises(RecipeError, match=r"there are 15.6 GiB; use \d+ ranks"):
+        make_plan(big, site(gpu_memory_mib=16000), run_directory=RUN)
+
+
+def test_a_learner_on_cpus_is_held_against_its_own_request_where_the_site_states_memory() -> None:
+    small = recipe()
+    small.model.config = BIG | {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2}
+    small.model.vocabulary = "abc"
+    small.learner.tokens_per_micro_batch = 512
+    small.model.context_tokens = 512
+    make_plan(small, site(memory_mib=64000), run_directory=RUN)
+    big = recipe()
+    big.model.config, big.model.vocabulary = BIG, "abc"
+    make_plan(big, site(), run_directory=RUN)
+    with pytest.raises(RecipeError, match=r"there are 0\.2 GiB"):
+        make_plan(big, site(memory_mib=64000), run_directory=RUN)

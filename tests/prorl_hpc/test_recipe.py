@@ -48,6 +48,11 @@ def test_written_recipe_reads_back_equal(tmp_path: Path) -> None:
         (lambda: recipe(buffer=BufferConfig(min_usable=20)), "min_usable=20 exceeds"),
         (lambda: recipe(learner=LearnerConfig(deterministic=True)), "max_staleness=0"),
         (
+            lambda: recipe(learner=LearnerConfig(publish_every_steps=3)),
+            "publish_every_steps=3 needs algorithm.max_staleness=2",
+        ),
+        (lambda: recipe(learner=LearnerConfig(export_every_steps=0)), "export_every_steps=0"),
+        (
             lambda: recipe(tasks={"a": TaskConfig(kind="logic", num_rollouts=1)}),
             "tasks.a.num_rollouts=1",
         ),

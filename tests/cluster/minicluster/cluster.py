@@ -239,7 +239,7 @@ def down(prefix: Path) -> None:
         for argv in (["--state=PENDING"], ["-s", "KILL", "--state=RUNNING"]):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 subprocess.run(
-                    ["scancel", *argv], env=client_env(prefix), capture_output=True, timeout=10
+                    ["scancel", *argv], env=client_env(prefix), capture_output=True, timeout=60
                 )
     for node in nodes_of(prefix):
         stop_daemon(pids / f"slurmd-{node}.pid", "slurmd")

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-BOOT_SECONDS = 90
+BOOT_SECONDS = 300
 
 
 class ClusterError(RuntimeError):
@@ -14,7 +14,7 @@ class ClusterError(RuntimeError):
 
 def run(argv: list[str], *, env: dict[str, str] | None = None, check: bool = True) -> str:
     done = subprocess.run(
-        argv, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60
+        argv, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120
     )
     if check and done.returncode != 0:
         raise ClusterError(f"{argv[0]} failed ({done.returncode}): {done.stderr.strip()[-600:]}")

@@ -17,7 +17,7 @@ from prorl_hpc.buffer.server import BufferServer, Ended, ServerConfig
 from prorl_hpc.records import Kind, Lease, Outcome, Trajectory
 from prorl_hpc.run import Run
 
-DEADLINE_SECONDS = 90.0
+DEADLINE_SECONDS = 300.0
 
 
 def make_config(**changes: object) -> BufferConfig:

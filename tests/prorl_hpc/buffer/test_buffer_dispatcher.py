@@ -1,6 +1,7 @@
 """The dispatcher alone: mixture, capacity, leases, deadlines, and its properties under chaos."""
 
 from collections import Counter
+from dataclasses import replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -8,10 +9,10 @@ from hypothesis import strategies as st
 from prorl_hpc.buffer.capacity import Capacity
 from prorl_hpc.buffer.config import Stage
 from prorl_hpc.buffer.dispatcher import Admission, Dispatcher
-from prorl_hpc.buffer.manifest import Closed, Dropped, Limit, Line, Shard
+from prorl_hpc.buffer.manifest import Chosen, Closed, Dropped, Limit, Line, Shard
 from prorl_hpc.buffer.messages import VALIDATION_BASE, Claim, GroupIds
 from prorl_hpc.buffer.mixture import Mixture, TaskShare, permuted
-from prorl_hpc.records import Kind, Lease
+from prorl_hpc.records import Kind, Lease, Outcome
 from tests.prorl_hpc.buffer.buffer_helpers import make_config, make_trajectory, produce
 
 
@@ -220,12 +221,83 @@ def test_validation_waits_for_its_policy_and_goes_first() -> None:
     first = VALIDATION_BASE + (1 << 20)
     assert (lease.group_id, lease.kind, lease.policy_version) == (first, Kind.validation, 1)
     disk.push(other)
-    assert d.validation_results(1) == (None, 0)
+    half = d.validation_results(1)
+    assert half.groups is None
+    assert ([ref.group_id for ref in half.closed], half.num_open) == ([first + 1], 1)
     disk.push(lease)
-    refs, dropped = d.validation_results(1)
-    assert refs is not None
-    assert ([ref.group_id for ref in refs], dropped) == ([first, first + 1], 0)
+    whole = d.validation_results(1)
+    assert whole.groups is not None
+    assert ([ref.group_id for ref in whole.groups], whole.num_dropped) == ([first, first + 1], 0)
     assert d.take(9) == []
+
+
+def test_a_validation_that_nobody_makes_ends_and_says_what_is_missing() -> None:
+    d, disk = make(group_deadline_seconds=100.0)
+    announce(d)
+    d.validate(version=0, counts={"sums": 3}, num_rollouts=1)
+    d.tick(500.0)  # without nodes nothing is given up: the watchdog ends such a run
+    lease = d.lease("w0", capacity=1, now=500.0)[0]
+    assert lease.kind is Kind.validation
+    disk.push(lease, now=501.0)
+    d.tick(510.0)
+    d.leases.heard("w0", now=610.0)
+    d.tick(611.0)  # a second deadline for what nobody took ...
+    disk.flush()
+    assert d.validation_results(0).num_open == 2
+    d.tick(711.0)  # ... and the end
+    disk.flush()
+    found = d.validation_results(0)
+    assert found.groups is not None
+    assert ([ref.group_id for ref in found.groups], found.num_dropped) == ([VALIDATION_BASE], 2)
+
+
+def test_the_curriculum_passes_over_what_teaches_nothing_and_remembers_it() -> None:
+    config: dict[str, object] = {
+        "tasks": {"sums": TaskShare(weight=1.0, train_size=6)},
+        "curriculum": True,
+        "deterministic": True,
+        "max_staleness": 0,
+        "batch_groups": 6,
+    }
+    d, disk = make(**config)
+    announce(d)
+    first = d.lease("w0", capacity=100, now=0.0)
+    assert sorted(x.instance_index for x in first) == list(range(6))
+    for lease in first:  # of instances 0, 1 and 2 nothing is solved, of the others one half
+        for t in produce(lease):
+            t = replace(t, reward=0.0 if lease.instance_index < 3 else t.reward)
+            assert d.admit(t, now=0.0) is Admission.accept
+            disk.seal(t.group_id, t.rollout_index)
+    assert len(d.take(6)) == 6
+    d.advance(version=1)
+    second = d.lease("w0", capacity=100, now=0.0)
+    disk.flush()
+    assert d.opening.num_extreme == 3
+    mixed = [x.instance_index for x in second if x.instance_index >= 3]
+    assert len(mixed) > 3  # three without the curriculum
+    # Another attempt of the buffer leases the same, from the record or from the results alone.
+    for lines in (disk.lines, [x for x in disk.lines if not isinstance(x, Chosen)]):
+        again = Dispatcher(make_config(**config), first_lease_id=1 << 32)
+        again.restore(lines, now=0.0)
+        announce(again, version=1, done=6)
+        leases = again.lease("w1", capacity=100, now=60.0)
+        assert [(x.group_id, x.instance_index) for x in leases] == [
+            (x.group_id, x.instance_index) for x in second
+        ]
+    wrong = replace(produce(second[0], version=1)[0], instance_id="first")
+    other = replace(produce(second[0], version=1)[1], instance_id="another")
+    assert d.admit(wrong, now=0.0) is Admission.accept
+    assert d.admit(other, now=0.0) is Admission.late
+
+
+def test_failures_are_counted_by_what_went_wrong() -> None:
+    d, _ = make()
+    announce(d)
+    d.lease("w0", capacity=4, now=0.0)
+    failure = make_trajectory(0, 0, outcome=Outcome.infrastructure_failure)
+    for detail in ("no image", "no image", "engine gone"):
+        d.admit(replace(failure, detail=detail), now=0.0)
+    assert d.failures == {"sums: no image": 2, "sums: engine gone": 1}
 
 
 def test_stages_change_rollouts_and_context_of_new_groups() -> None:

@@ -132,7 +132,7 @@ def test_garbage_from_a_client_with_the_key_is_refused(
             [msgspec.msgpack.encode([99, *msgspec.msgpack.decode(header)[1:]]), body],
         ):
             client.send_multipart(message)
-            assert client.poll(DEADLINE_SECONDS * 1000)
+            assert client.poll(int(DEADLINE_SECONDS * 1000))
             reply = frames.decode_reply(client.recv_multipart()[1])
             assert isinstance(reply, Refusal)
             assert reply.code == "malformed"
@@ -188,14 +188,14 @@ def test_a_full_disk_pauses_the_run_and_acks_nothing(
 ) -> None:
     monkeypatch.setattr(store, "RETRY_SECONDS", 0.05)
     full = True
-    write = os.write
+    write = os.writev
 
-    def write_or_fail(descriptor: int, data: bytes) -> int:
-        # The server's thread alone writes this much at once.
-        if full and len(data) > 2000:
-            write(descriptor, bytes(data[:100]))
+    def write_or_fail(descriptor: int, parts: list[memoryview]) -> int:
+        # Only shards are written in pieces.
+        if full:
+            write(descriptor, [bytes(parts[0])[:100]])
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return write(descriptor, data)
+        return write(descriptor, parts)
 
     run = make_run(tmp_path / "run")
     with serving(run) as buffer:
@@ -205,7 +205,7 @@ def test_a_full_disk_pauses_the_run_and_acks_nothing(
             nonlocal full
             client = await buffer.rollout()
             lease = (await client.lease(4)).leases[0]
-            monkeypatch.setattr(os, "write", write_or_fail)
+            monkeypatch.setattr(os, "writev", write_or_fail)
             push = asyncio.create_task(client.push(produce(lease)))
             paused = buffer.server.service.store
             while "No space left" not in paused.paused:

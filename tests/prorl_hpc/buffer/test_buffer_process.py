@@ -14,7 +14,7 @@ import pytest
 from hpc.errors import EXIT_CONTINUE, EXIT_DONE, EXIT_USER
 from prorl_hpc.buffer.client import LearnerClient, RolloutClient, locate_buffer
 from prorl_hpc.buffer.keys import load_client_keys
-from prorl_hpc.buffer.manifest import Closed, Shard, read_lines
+from prorl_hpc.buffer.manifest import Closed, Merged, Shard, live_shards, read_lines
 from prorl_hpc.buffer.messages import GroupIds, GroupRef
 from prorl_hpc.buffer.reader import GroupReader
 from prorl_hpc.recipe import AlgorithmConfig, BufferConfig, Recipe, TaskConfig, dump_recipe
@@ -155,8 +155,13 @@ def test_kill_9_while_pushing_loses_nothing_and_stores_nothing_twice(tmp_path: P
         end(process)
     assert sorted(ref.group_id for ref in refs) == list(range(NUM_GROUPS))
     lines = [line for line, _ in read_lines(run.manifest)]
-    rows = [row[:2] for line in lines if isinstance(line, Shard) for row in line.rows]
-    assert len(rows) == len(set(rows)) == 4 * NUM_GROUPS
+    sealed = [x for x in lines if isinstance(x, Shard) and not isinstance(x, Merged)]
+    for shards in (sealed, live_shards(lines).values()):
+        rows = [row[:2] for line in shards for row in line.rows]
+        assert len(rows) == len(set(rows)) == 4 * NUM_GROUPS
+    assert {p.name for p in run.shards.iterdir()} == {
+        run.shard(number).name for number in live_shards(lines)
+    }
     assert acked <= set(rows)
     closed = [line.group for line in lines if isinstance(line, Closed)]
     assert len(closed) == len(set(closed))

@@ -10,7 +10,7 @@ from prorl_hpc.buffer.client import RolloutClient
 from prorl_hpc.buffer.messages import VALIDATION_BASE, Fenced, GroupIds, GroupRef
 from prorl_hpc.buffer.reader import GroupReader
 from prorl_hpc.buffer.server import Ended, ServerConfig
-from prorl_hpc.records import Kind, Outcome
+from prorl_hpc.records import Kind, Lease, Outcome
 from tests.prorl_hpc.buffer.buffer_helpers import (
     make_config,
     make_run,
@@ -89,7 +89,7 @@ def test_restart_gives_the_same_groups_and_leases_only_what_is_missing(tmp_path:
 
         async def second() -> None:
             client = await buffer.rollout("w1")
-            leases = ()
+            leases: tuple[Lease, ...] = ()
             while not leases:  # a moment after the restart belongs to nodes that hold leases
                 leases = (await client.lease(64)).leases
             assert {lease.group_id: lease.rollouts for lease in leases} == {
@@ -136,6 +136,7 @@ def test_validation_is_pinned_and_comes_first(tmp_path: Path) -> None:
         learner.published(3)
         learner.validate(3, {"sums": 2}, 2)
         assert learner.validation_results(3) is None
+        assert learner.validation_progress(3).num_open == 2
 
         async def node() -> None:
             client = await buffer.rollout()
@@ -223,6 +224,7 @@ def test_infrastructure_failures_are_retried_then_masked(tmp_path: Path) -> None
         assert len(ref.members) == 3
         counters = learner.status().counters
         assert (counters["failure/sums"], counters["masked"]) == (2, 1)
+        assert learner.status().failures == {"sums: stop": 2}
         learner.close()
 
 

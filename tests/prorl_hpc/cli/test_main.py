@@ -31,7 +31,7 @@ def run_probe(arguments: list[str], directory: Path) -> subprocess.CompletedProc
         env={**os.environ, "PYTHONPATH": str(root)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
 

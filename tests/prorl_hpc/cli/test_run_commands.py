@@ -19,7 +19,7 @@ from prorl_hpc.evaluation.evaluate import plan_leases, score_tasks
 from prorl_hpc.observe.metrics import MetricsWriter
 from prorl_hpc.observe.trajectories import describe_trajectory, segments
 from prorl_hpc.policy import publish_policy
-from prorl_hpc.recipe import Recipe, TaskConfig
+from prorl_hpc.recipe import Recipe, TaskConfig, load_recipe
 from prorl_hpc.records import Kind, Outcome, Trajectory
 from prorl_hpc.run import Run
 from tests.prorl_hpc.cli.support import recipe_directory
@@ -82,6 +82,48 @@ def test_status_shows_progress_and_dead_jobs(run: Run, capsys: pytest.CaptureFix
     assert "step 4/" in out
     assert "reward 0.5" in out
     assert "supervisor is gone" in out
+
+
+def test_watch_and_status_show_the_warm_up(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    with MetricsWriter(run.metrics("learner")) as writer:
+        writer.write(event="warmup", step=21, loss=1.25)
+        writer.write(event="warmup", step="x", loss=None)
+    steps = load_recipe(run.recipe).warmup.steps
+    assert main(["watch", "quickstart"]) == 1
+    told = f"warmup  step 21/{steps}: loss 1.250 nats per token"
+    assert told in capsys.readouterr().out
+    with MetricsWriter(run.metrics("learner")) as writer:
+        writer.write(event="warmup", step=41, loss=None)
+    assert main(["status", "quickstart"]) == 0
+    assert f"no step yet, warmup step 41/{steps}\n" in capsys.readouterr().out
+
+
+def test_status_names_the_culprit_of_a_failed_run(
+    run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for job, when, reason in (("learner", 5.0, "exit code 1"), ("buffer", 9.0, "lost its peer")):
+        for entry in (
+            ledger.Submit(time=0.5, token="t", job=job, job_id="local-1"),
+            ledger.Start(
+                time=1.0, job=job, role=job, index=0, attempt=1, job_id="local-1", host="n1"
+            ),
+            ledger.Exit(
+                time=when, job=job, index=0, attempt=1, code=1, next="failed", reason=reason
+            ),
+        ):
+            ledger.append(run.ledger, entry=entry)
+    run.metrics("buffer").parent.mkdir(exist_ok=True)
+    run.metrics("buffer").write_text('{"time": 1.0, "status": {"groups_dropped": 7}}\n')
+    assert main(["status", "quickstart"]) == 1
+    out = capsys.readouterr().out
+    assert "end: learner attempt 1 failed on n1: exit code 1; next: prorl-hpc logs" in out
+    assert "7 dropped" in out
+    assert main(["status", "quickstart", "--json"]) == 1
+    data = json.loads(capsys.readouterr().out)
+    assert data["ending"]["job"] == "learner"
+    assert data["buffer"]["groups_dropped"] == 7
+    assert main(["watch", "quickstart"]) == 1
+    assert "learner attempt 1 failed on n1" in capsys.readouterr().out
 
 
 def test_unknown_run_names_those_there_are(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
@@ -170,6 +212,14 @@ def test_when_a_watch_ends() -> None:
     lost = [*done, state("rollout", Phase.unknown)]
     assert is_over(lost, local=True)
     assert not is_over(lost, local=False)
+    assert not is_over(done, local=True, supervised=True)
+
+
+def test_watch_of_a_run_that_was_never_started(
+    run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["watch", "quickstart"]) == 1
+    assert "never started; next: the same prorl-hpc submit" in capsys.readouterr().out
 
 
 def test_summary_counts_array_tasks() -> None:

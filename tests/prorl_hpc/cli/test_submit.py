@@ -77,10 +77,21 @@ def test_started_run_keeps_its_recipe(
 
 def test_data_and_run_root_become_absolute(base: list[str], tmp_path: Path) -> None:
     (tmp_path / "p.jsonl").write_text('{"problem": "1+1", "answer": "2"}\n')
-    overrides = ["recipe=quickstart", "site=desk", "tasks.chain_sum.data=p.jsonl"]
+    overrides = ["recipe=quickstart", "site=desk", "tasks.spell_backward.data=p.jsonl"]
     recipe = compose_recipe(overrides, recipe_dir=Path(base[-1]), name=None)
-    assert recipe.tasks["chain_sum"].data == str(tmp_path / "p.jsonl")
+    assert recipe.tasks["spell_backward"].data == str(tmp_path / "p.jsonl")
     assert recipe.run_root == str(tmp_path / "runs")
+
+
+def test_runs_are_made_where_they_are_looked_up(
+    base: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PRORL_RUN_ROOT", str(tmp_path / "elsewhere"))
+    overrides = ["recipe=quickstart", "site=desk"]
+    recipe = compose_recipe(overrides, recipe_dir=Path(base[-1]), name=None)
+    assert recipe.run_root == str(tmp_path / "elsewhere")
+    chosen = compose_recipe([*overrides, "run_root=mine"], recipe_dir=Path(base[-1]), name=None)
+    assert chosen.run_root == str(tmp_path / "mine")
 
 
 @pytest.mark.parametrize(
@@ -88,11 +99,11 @@ def test_data_and_run_root_become_absolute(base: list[str], tmp_path: Path) -> N
     [
         (["model.path=/nowhere/model"], "model.path='/nowhere/model' doesn't exist"),
         (["model.path=null", "model.vocabulary=null"], "choose model=tiny"),
-        (["tasks.chain_sum.kind=logik"], "did you mean 'logic'"),
-        (["tasks.chain_sum.data=none.jsonl"], "can't be read: No such file"),
-        (["tasks.chain_sum.data=empty.jsonl"], "is empty"),
-        (["tasks.chain_sum.data=blank.jsonl"], "only blank lines"),
-        (["tasks.chain_sum.data=broken.jsonl"], "first line isn't JSON"),
+        (["tasks.spell_backward.kind=logik"], "did you mean 'logic'"),
+        (["tasks.spell_backward.data=none.jsonl"], "can't be read: No such file"),
+        (["tasks.spell_backward.data=empty.jsonl"], "is empty"),
+        (["tasks.spell_backward.data=blank.jsonl"], "only blank lines"),
+        (["tasks.spell_backward.data=broken.jsonl"], "first line isn't JSON"),
         (["learner.nodes=5"], "learner.nodes=5 exceeds 4"),
         (["rollout.nodes=400"], "site.max_node_hours=100"),
         (["learner.memory_mib=20000"], "learner.memory_mib=20000 exceeds"),

@@ -42,7 +42,7 @@ from prorl_hpc.environment import (  # noqa: E402
 )  # fmt: skip
 from prorl_hpc.environment.shell import ShellEnvironment  # noqa: E402
 
-PATIENCE_SECONDS = 120.0
+PATIENCE_SECONDS = 240.0
 """For what ends by itself; never for what is expected to be stopped."""
 
 

@@ -12,7 +12,7 @@ from prorl_hpc.inference.server import LoadFailed, Server
 from prorl_hpc.policy import publish_directory
 
 SAMPLING = Sampling(temperature=1.0, max_new_tokens=4)
-BOUND_SECONDS = 60.0
+BOUND_SECONDS = 300.0
 
 
 class FakeServer:

@@ -47,7 +47,7 @@ def with_engine(run, body, **options):
         engine = TransformersEngine(path=run.policy(0), version=0, **options)
         await engine.start()
         try:
-            return await asyncio.wait_for(body(engine), 120)
+            return await asyncio.wait_for(body(engine), 400)
         finally:
             await engine.close()
 
@@ -122,7 +122,7 @@ def hold_until_swap(engine, *, after_steps):
         step()
         if next(count) == after_steps:
             reached.set()
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + 300
             while engine._swap is None and time.monotonic() < deadline:
                 time.sleep(0.001)
 

@@ -15,7 +15,7 @@ def main() -> None:
     fake = FakeClient(vocabulary=VOCABULARY)
     reason = session.train(
         Run(Path(sys.argv[1])),
-        connect=lambda: fake,
+        connect=lambda patience_seconds: fake,
         read=fake.read,
         stop_reason=lambda: None if next(left, None) is not None else "stopped by the test",
     )

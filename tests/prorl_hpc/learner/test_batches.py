@@ -1,6 +1,7 @@
 """Alignment of packed tensors with the tokens they are about; positions counted by hand."""
 
 import numpy as np
+import pytest
 import torch
 
 from prorl_hpc.learner.batches import (
@@ -106,10 +107,29 @@ def test_updates_keep_groups_whole() -> None:
     assert split_updates([], 2) == []
 
 
-def test_a_sample_over_the_budget_gets_a_micro_batch_of_its_own() -> None:
-    long = trajectory(group_id=0, index=0, tokens=[2] * 20, num_prompt=1, reward=0.0)
-    short = trajectory(group_id=0, index=1, tokens=[2] * 3, num_prompt=1, reward=0.0)
-    plan = plan_micro_batches(
-        samples(long, short), [0, 1], token_budget=8, num_ranks=1, hidden_size=8
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_a_sample_over_the_budget_gets_a_micro_batch_of_its_own(num_ranks: int) -> None:
+    """The others keep to the budget: one long sample must not make all micro-batches bigger."""
+    lengths = [20, 3, 4, 4, 9, 2, 8]
+    made = samples(
+        *(
+            trajectory(group_id=0, index=i, tokens=[2] * n, num_prompt=1, reward=0.0)
+            for i, n in enumerate(lengths)
+        )
     )
-    assert sorted(plan.micro_batches[0]) == [(0,), (1,)]
+    chosen = [0, 1, 2, 3, 4, 6]
+    plan = plan_micro_batches(made, chosen, token_budget=8, num_ranks=num_ranks, hidden_size=8)
+    batches = [batch for rank in plan.micro_batches for batch in rank]
+    assert sorted(i for batch in batches for i in batch) == chosen
+    assert {(0,), (4,)} <= set(batches)
+    assert max(sum(lengths[i] for i in b) for b in batches if b not in ((0,), (4,))) <= 8
+    assert len({len(rank) for rank in plan.micro_batches}) == 1
+    assert plan.num_dummies == batches.count(())
+
+
+def test_long_samples_alone_need_no_further_micro_batch() -> None:
+    long = trajectory(group_id=0, index=0, tokens=[2] * 20, num_prompt=1, reward=0.0)
+    plan = plan_micro_batches(samples(long), [0], token_budget=8, num_ranks=2, hidden_size=8)
+    assert sorted(plan.micro_batches) == [((),), ((0,),)]
+    empty = plan_micro_batches([], [], token_budget=8, num_ranks=2, hidden_size=8)
+    assert empty.micro_batches == (((),), ((),))

@@ -175,6 +175,23 @@ def test_a_failed_save_leaves_the_old_one_and_no_rubbish(
     assert [entry.name for entry in run.checkpoints.iterdir()] == ["step-00000005"]
 
 
+def test_a_crash_while_the_old_one_is_removed_leaves_the_new_one(
+    run: Run, save: Save, alone: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = save(5)
+    old = (path / "learner.json").stat().st_ino
+
+    def crash(directory: Path, ignore_errors: bool = False) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(checkpoint.shutil, "rmtree", crash)
+    with pytest.raises(KeyboardInterrupt):
+        save(5)
+    found = load_newest(run, ranks=alone, report=print)
+    assert found is not None
+    assert (found[0] / "learner.json").stat().st_ino != old
+
+
 def test_saving_a_step_again_replaces_it_and_old_ones_go(run: Run, save: Save) -> None:
     for step in (1, 2, 3, 4, 4):
         save(step)

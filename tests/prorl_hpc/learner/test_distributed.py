@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 from prorl_hpc.learner import session
-from prorl_hpc.learner.distributed import Ranks, join
+from prorl_hpc.learner.checkpoint import read_state
+from prorl_hpc.learner.distributed import Ranks, RanksError, join
 from prorl_hpc.learner.launch import combined_code
 from prorl_hpc.recipe import Recipe
 from prorl_hpc.run import Run
@@ -20,7 +21,7 @@ from tests.fakes.learner_client import FakeClient
 
 from .conftest import VOCABULARY, make_run, tiny_recipe
 
-DEADLINE_SECONDS = 240
+DEADLINE_SECONDS = 500
 ROOT = Path(__file__).resolve().parents[3]
 
 
@@ -85,20 +86,34 @@ def final(run: Run) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.process
+@pytest.mark.timeout(1800)
 def test_two_ranks_train_as_one_and_take_over_from_each_other(tmp_path: Path) -> None:
     alone = make_run(tmp_path / "one", short_recipe())
     fake = FakeClient(vocabulary=VOCABULARY)
     assert (
-        session.train(alone, connect=lambda: fake, read=fake.read, stop_reason=lambda: None)
+        session.train(
+            alone, connect=lambda patience_seconds: fake, read=fake.read, stop_reason=lambda: None
+        )
         == "done"
     )
     expected = final(alone)
 
-    together = make_run(tmp_path / "two", short_recipe())
+    beside = short_recipe()
+    # Reading, publishing and saving beside training: the threads' groups change nothing.
+    beside.learner.deterministic, beside.algorithm.max_staleness = False, 50
+    together = make_run(tmp_path / "two", beside)
     assert train_with(together, 2) == "done"
-    mixed = make_run(tmp_path / "mixed", short_recipe())
+    assert read_state(together.checkpoint(6)).world == 2
+    mixed = make_run(tmp_path / "mixed", beside)
     assert train_with(mixed, 2, stop_after=8) != "done"
-    assert train_with(mixed, 1, stop_after=4) != "done"
+    left = iter(range(6))
+    alone_again = session.train(
+        mixed,
+        connect=lambda patience_seconds: fake,
+        read=fake.read,
+        stop_reason=lambda: None if next(left, None) is not None else "stopped by the test",
+    )
+    assert alone_again != "done"
     assert train_with(mixed, 2) == "done"
 
     for run in (together, mixed):
@@ -143,6 +158,36 @@ def test_a_killed_rank_ends_the_others(tmp_path: Path) -> None:
 )
 def test_one_code_for_all_ranks(codes: list[int], expected: int) -> None:
     assert combined_code(codes) == expected
+
+
+def test_ranks_that_do_not_come_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    with pytest.raises(RanksError, match=r"rank 0 of 3 .*rank 1, 2 didn't come within 0.2 s"):
+        join(timeout_seconds=60, meeting_seconds=0.2)
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    with pytest.raises(RanksError, match=r"rank 1, 2 didn't come before a stop was wanted"):
+        join(timeout_seconds=60, stopping=lambda: True)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    with pytest.raises(RanksError, match=r"rank 0 didn't come before a stop was wanted"):
+        join(timeout_seconds=60, stopping=lambda: True)
+
+
+def test_a_launcher_that_is_to_stop_does_not_wait_for_the_first_node(tmp_path: Path) -> None:
+    from hpc.allocation import Allocation, StopFlag
+    from prorl_hpc.learner.launch import launch
+
+    recipe = short_recipe()
+    recipe.learner.nodes = 2
+    allocation = Allocation(
+        run_directory=tmp_path, job="learner", role="learner", index=0, attempt=1, job_id="1",
+        deadline=None, grace_seconds=0, scratch=tmp_path, node_rank=1, hosts=("first", "second"),
+    )  # fmt: skip
+    flag = StopFlag()
+    flag.stop("got SIGTERM")
+    assert launch(Run(tmp_path), recipe, allocation=allocation, flag=flag) == 75
 
 
 def test_a_single_rank_needs_nobody(monkeypatch: pytest.MonkeyPatch) -> None:

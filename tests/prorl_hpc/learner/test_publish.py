@@ -7,8 +7,8 @@ import torch
 
 from prorl_hpc import policy
 from prorl_hpc.learner.distributed import Ranks
-from prorl_hpc.learner.model import PolicyModel, build_policy
-from prorl_hpc.learner.publish import export, publish_start, publish_version
+from prorl_hpc.learner.model import PolicyModel, build_policy, gather_weights
+from prorl_hpc.learner.publish import publish_start, publish_version, write_export
 from prorl_hpc.policy import (
     PolicyError,
     discard_newer,
@@ -127,6 +127,7 @@ def test_newer_formats_are_refused(run: Run, model: PolicyModel) -> None:
 
 def test_an_export_outlives_every_clean_up(run: Run, model: PolicyModel, alone: Ranks) -> None:
     target = run.root / "export" / "step-7"
-    export(run, model=model, version=7, target=target, ranks=alone)
-    assert verify_policy(target).version == 7
+    weights = gather_weights(model, dtype=model.dtype, ranks=alone)
+    write_export(run, weights, version=8, step=7, target=target)
+    assert verify_policy(target).step == 7
     assert latest_version(run) is None

@@ -98,7 +98,7 @@ def with_versions(tmp_path, body, *, published=(0, 1, 2)):
         versions = Versions(engine, run=run, publish_seconds=0.2)
         follow = asyncio.create_task(versions.follow())
         try:
-            await asyncio.wait_for(body(engine, versions), 60)
+            await asyncio.wait_for(body(engine, versions), 300)
         finally:
             follow.cancel()
         return engine
@@ -178,7 +178,7 @@ def with_pool(body, tasks=None):
     async def main():
         pool = VerifierPool(tasks or {"sums": sums()}, seed=0, num_workers=1)
         try:
-            return await asyncio.wait_for(body(pool), 300)
+            return await asyncio.wait_for(body(pool), 500)
         finally:
             await pool.close()
 
@@ -194,16 +194,16 @@ def test_verifiers_score_hang_die_and_are_replaced():
     answer = make_task("sums", sums(), 0).instance(0, kind=Kind.train).answer["entry"]["answer"]
 
     async def body(pool):
-        right = await pool.score(request(answer), timeout_seconds=120)
+        right = await pool.score(request(answer), timeout_seconds=300)
         assert (right.reward, right.outcome) == (1.0, Outcome.scored)
         with pytest.raises(VerifierTimeout):
             await pool.score(request(answer), timeout_seconds=0.0)
         assert pool.num_replaced == 1
         with pytest.raises(VerifierError, match="isn't in the recipe"):
-            await pool.score(request("1", task="other"), timeout_seconds=120)
+            await pool.score(request("1", task="other"), timeout_seconds=300)
         (verifier,) = pool._idle
         verifier._process.kill()
-        again = await pool.score(request(answer), timeout_seconds=120)
+        again = await pool.score(request(answer), timeout_seconds=300)
         assert again == right
         assert pool.num_replaced == 2
 
@@ -216,5 +216,5 @@ def test_verifiers_import_no_torch():
     import sys
 
     code = "import sys, prorl_hpc.rollout.verifier; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.stdout.strip() == "False"

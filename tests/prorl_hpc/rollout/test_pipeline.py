@@ -27,7 +27,7 @@ def produce(tmp_path, engine=None, *, answers=("3",), lease=None, **parts):
     async def main():
         used = engine or ScriptedEngine(parts.get("tokenizer") or make_tokenizer(), list(answers))
         pipeline = make_pipeline(used, run=Run(tmp_path), **parts)
-        return await asyncio.wait_for(pipeline.produce(lease or make_lease(), 2), 60)
+        return await asyncio.wait_for(pipeline.produce(lease or make_lease(), 2), 300)
 
     return asyncio.run(main())
 
@@ -231,5 +231,5 @@ def test_cancelling_closes_the_environment(tmp_path):
         with pytest.raises(asyncio.CancelledError):
             await task
 
-    asyncio.run(asyncio.wait_for(main(), 60))
+    asyncio.run(asyncio.wait_for(main(), 300))
     assert made[0].closed

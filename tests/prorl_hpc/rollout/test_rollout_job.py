@@ -27,7 +27,7 @@ from tests.prorl_hpc.rollout.helpers import make_recipe
 
 pytestmark = pytest.mark.process
 
-DEADLINE_SECONDS = 120
+DEADLINE_SECONDS = 400
 
 
 def buffer_config(**changes):
@@ -97,7 +97,7 @@ def rollout_job(run, tmp_path, *, index=0, attempt=1):
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
-            process.wait(30)
+            process.wait(120)
         log.close()
 
 
@@ -178,7 +178,7 @@ def test_a_killed_node_is_replaced_and_nothing_is_lost(run, tmp_path):
         with rollout_job(run, tmp_path) as process:
             take(learner, 1)
             os.killpg(process.pid, signal.SIGKILL)
-            process.wait(30)
+            process.wait(120)
         with rollout_job(run, tmp_path, attempt=2):
             take(learner, 3)
         learner.close()

@@ -15,7 +15,7 @@ from prorl_hpc.rollout.worker import Terms, Worker
 from prorl_hpc.run import Run
 from tests.prorl_hpc.rollout.helpers import make_lease, make_pipeline, make_tokenizer
 
-DEADLINE_SECONDS = 60
+DEADLINE_SECONDS = 300
 
 
 class MemoryBuffer:

@@ -111,3 +111,28 @@ def test_parameters_that_a_family_does_not_know():
 def test_an_unknown_kind_suggests_a_known_one():
     with pytest.raises(TaskError, match="did you mean 'logic'"):
         make_task("a", TaskConfig(kind="logik"), 0)
+
+
+def test_a_prompt_shows_only_what_varies():
+    puzzles = task("spell_backward", prompt="{word}>")
+    plain = task("spell_backward")
+    for kind in Kind:
+        short, whole = puzzles.instance(3, kind=kind), plain.instance(3, kind=kind)
+        word = whole.answer["entry"]["metadata"]["word"]
+        assert short.messages[-1].content == f"{word}>"
+        assert short.answer == whole.answer  # the problem, its split and its score are the same
+        assert puzzles.score(short, word[::-1]).reward == 1.0
+
+
+def test_a_prompt_with_a_foreign_field_names_those_there_are():
+    with pytest.raises(TaskError, match=r"options.prompt=.*fields .*question.*word"):
+        task("spell_backward", prompt="{wrod}>").instance(0, kind=Kind.train)
+
+
+def test_exact_scores_have_no_partial_credit():
+    whole, exact = task("spell_backward"), task("spell_backward", exact=True)
+    instance = whole.instance(0, kind=Kind.train)
+    right = whole.demonstration(instance)
+    assert 0.0 < whole.score(instance, right[:-1]).reward < 1.0
+    assert exact.score(instance, right[:-1]).reward == 0.0
+    assert exact.score(instance, right).reward == 1.0

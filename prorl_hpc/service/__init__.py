@@ -1,0 +1,1 @@
+"""Rollouts as an HTTP service for other trainers; see docs/rollout-service.md."""

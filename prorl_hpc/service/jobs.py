@@ -1,0 +1,356 @@
+"""Jobs of the service: admitted, queued by priority, run sample by sample, finished once.
+
+    submit --> queue (priority, age) --> samples, at most `capacity` at once --> result on disk
+
+Knows no HTTP. `Produce` is one attempt through INIT, RUN and EVAL; cancelling it frees the
+attempt's container and its request at the engine.
+"""
+
+import asyncio
+import contextlib
+import heapq
+import itertools
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from hpc.errors import HpcError
+from prorl_hpc.records import Trajectory
+from prorl_hpc.service.schema import JobRequest, JobResult, JobState, JobView, sample_of
+from prorl_hpc.service.store import JobStore, StoredJob
+
+SWEEP_SECONDS = 60.0
+
+
+class Produce(Protocol):
+    """One attempt at a job's instance, whatever becomes of it."""
+
+    async def __call__(self, job: StoredJob, request: JobRequest, sample: int) -> Trajectory: ...
+
+
+class Busy(HpcError, RuntimeError):
+    """The queue is full; try again in `retry_seconds`."""
+
+    def __init__(self, message: str, *, retry_seconds: int) -> None:
+        super().__init__(message)
+        self.retry_seconds = retry_seconds
+
+
+class KeyTaken(HpcError, ValueError):
+    """The idempotency key was used for another request."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bounds:
+    """What one service takes on."""
+
+    capacity: int
+    """Samples at work at once."""
+    max_queued: int = 10_000
+    """Jobs that wait."""
+    max_unfetched: int = 100_000
+    """Results that wait for their clients."""
+    keep_fetched_seconds: float = 3600.0
+    max_retries: int = 3
+    """Further attempts after an infrastructure failure, per sample."""
+
+
+@dataclass(kw_only=True, slots=True)
+class _Job:
+    stored: StoredJob
+    request: JobRequest
+    state: JobState = JobState.queued
+    finished: dict[int, Trajectory] = field(default_factory=dict)
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+    task: "asyncio.Task[None] | None" = None
+
+    @property
+    def num_usable(self) -> int:
+        return sum(t.outcome.usable for t in self.finished.values())
+
+
+class Places:
+    """Places for samples at work; the waiter with the smallest key gets the next one."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+        self.num_taken = 0
+        self._waiters: list[tuple[int, int, int, asyncio.Future[None]]] = []
+        self._count = itertools.count()
+
+    async def acquire(self, priority: int, age: int) -> None:
+        """Small priorities first, then small ages."""
+        if self.num_taken < self._number:
+            self.num_taken += 1
+            return
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._waiters, (priority, age, next(self._count), future))
+        try:
+            await future
+        except asyncio.CancelledError:
+            if future.done() and not future.cancelled():
+                self.release()  # it was handed over in the very moment of cancelling
+            raise
+
+    def release(self) -> None:
+        """Hands the place to the next waiter, if any."""
+        while self._waiters:
+            *_, future = heapq.heappop(self._waiters)
+            if not future.done():
+                future.set_result(None)
+                return
+        self.num_taken -= 1
+
+
+class Jobs:
+    """All jobs of one service. One event loop."""
+
+    def __init__(
+        self,
+        store: JobStore,
+        *,
+        produce: Produce,
+        bounds: Bounds,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._store = store
+        self._produce = produce
+        self._bounds = bounds
+        self._clock = clock
+        self._live: dict[str, _Job] = {}
+        self._places = Places(bounds.capacity)
+        self._sweeper: asyncio.Task[None] | None = None
+        self._num_unfetched = store.num_unfetched()
+        self.samples: Counter[str] = Counter()
+        """Outcomes of samples since the start."""
+        self.ended: Counter[str] = Counter()
+        """States that jobs ended in, since the start."""
+        self.stage_seconds: Counter[str] = Counter()
+        self.num_sampled_tokens = 0
+        self.num_retries = 0
+
+    @property
+    def num_queued(self) -> int:
+        return sum(job.state is JobState.queued for job in self._live.values())
+
+    @property
+    def num_running(self) -> int:
+        """Jobs at work."""
+        return sum(job.state is JobState.running for job in self._live.values())
+
+    @property
+    def num_samples_running(self) -> int:
+        return self._places.num_taken
+
+    def start(self) -> None:
+        """Takes up what a predecessor left unfinished, and begins."""
+        for stored in self._store.unfinished():
+            request = JobRequest.model_validate_json(stored.request)
+            self._enqueue(_Job(stored=stored, request=request))
+        self._sweeper = asyncio.create_task(self._sweep_forever(), name="sweep")
+
+    async def close(self) -> None:
+        """Stops all work; unfinished jobs stay queued on disk for a successor."""
+        tasks = [job.task for job in self._live.values() if job.task]
+        tasks += [self._sweeper] if self._sweeper else []
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for job in self._live.values():
+            job.over.set()
+
+    def submit(self, request: JobRequest, *, idempotency_key: str | None = None) -> StoredJob:
+        """Records a job durably. The same key with the same request gives the same job.
+
+        Raises KeyTaken, or Busy when there is no room.
+        """
+        text = request.model_dump_json()
+        if idempotency_key is not None:
+            before = self._store.by_key(idempotency_key)
+            if before is not None:
+                if before.request != text:
+                    raise KeyTaken(
+                        f"idempotency key {idempotency_key!r} belongs to job {before.id}, which "
+                        "asked for something else; use a new key"
+                    )
+                return before
+        if self.num_queued >= self._bounds.max_queued:
+            raise Busy(
+                f"{self.num_queued} jobs are waiting, the limit is {self._bounds.max_queued}",
+                retry_seconds=5,
+            )
+        if self._num_unfetched >= self._bounds.max_unfetched:
+            raise Busy(
+                "too many results wait to be fetched; fetch or delete some", retry_seconds=60
+            )
+        stored = self._store.add(
+            f"job-{secrets.token_hex(12)}", request=text, idempotency_key=idempotency_key
+        )
+        self._enqueue(_Job(stored=stored, request=request))
+        return stored
+
+    def view(self, job_id: str) -> JobView | None:
+        """What is known of a job; None for one that isn't known."""
+        live = self._live.get(job_id)
+        if live is not None:
+            return JobView(
+                id=job_id,
+                state=live.state,
+                num_samples=live.request.num_samples,
+                num_finished=len(live.finished),
+                num_usable=live.num_usable,
+            )
+        stored = self._store.get(job_id)
+        if stored is None:
+            return None
+        request = JobRequest.model_validate_json(stored.request)
+        usable = finished = 0
+        if stored.result is not None:
+            samples = JobResult.model_validate_json(stored.result).samples
+            finished, usable = len(samples), sum(s.reward is not None for s in samples)
+        return JobView(
+            id=job_id, state=stored.state, num_samples=request.num_samples,
+            num_finished=finished, num_usable=usable, detail=stored.detail,
+        )  # fmt: skip
+
+    async def wait(self, job_id: str, *, seconds: float) -> None:
+        """Returns once the job is over, or after so many seconds."""
+        live = self._live.get(job_id)
+        if live is not None and seconds > 0:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await live.over.wait()
+
+    def result(self, job_id: str) -> bytes | None:
+        """The result's JSON, marked as fetched; None while there is none."""
+        stored = self._store.get(job_id)
+        if stored is None or stored.result is None:
+            return None
+        self._store.mark_fetched(job_id)
+        return stored.result
+
+    async def cancel(self, job_id: str) -> None:
+        """Ends a job at whatever stage; returns when its containers and requests are gone.
+
+        A finished job is forgotten, with its result.
+        """
+        live = self._live.get(job_id)
+        if live is None:
+            self._store.remove(job_id)
+            return
+        if live.task is not None:
+            live.task.cancel()
+            await asyncio.gather(live.task, return_exceptions=True)
+        if not live.over.is_set():
+            self._end(live, JobState.cancelled, "cancelled by the client")
+
+    def _enqueue(self, job: _Job) -> None:
+        self._live[job.stored.id] = job
+        job.task = asyncio.create_task(self._run(job), name=job.stored.id)
+
+    async def _run(self, job: _Job) -> None:
+        deadline = job.request.deadline_seconds
+        left = None
+        if deadline is not None:
+            left = max(0.0, job.stored.submitted + deadline - self._clock())
+        detail = ""
+        try:
+            async with asyncio.timeout(left):
+                await self._samples(job)
+        except TimeoutError:
+            detail = f"the deadline of {deadline:g} s passed"
+        except HpcError as err:
+            detail = str(err)
+        if job.num_usable:
+            self._end(job, JobState.done, detail)
+            return
+        reasons = [t.detail for t in job.finished.values() if t.detail]
+        self._end(
+            job, JobState.failed, detail or (reasons[-1] if reasons else "no sample came out")
+        )
+
+    async def _samples(self, job: _Job) -> None:
+        """Runs samples until all are in, or enough of them; what is left then is cancelled."""
+        wanted = min(job.request.min_usable or job.request.num_samples, job.request.num_samples)
+        running: set[asyncio.Task[None]] = set()
+        enough = asyncio.Event()
+        broken: list[BaseException | None] = []
+
+        async def attempt(sample: int) -> None:
+            job.finished[sample] = await self._until_usable(job, sample)
+            if job.num_usable >= wanted or len(job.finished) == job.request.num_samples:
+                enough.set()
+
+        def ended(task: "asyncio.Task[None]") -> None:
+            self._places.release()
+            running.discard(task)
+            if not task.cancelled() and task.exception() is not None:
+                broken.append(task.exception())
+                enough.set()
+
+        async def feed() -> None:
+            for sample in range(job.request.num_samples):
+                await self._places.acquire(-job.request.priority, job.stored.number)
+                job.state = JobState.running  # on disk it stays queued: a successor runs it anew
+                task = asyncio.create_task(attempt(sample), name=f"{job.stored.id}/{sample}")
+                running.add(task)
+                task.add_done_callback(ended)
+
+        feeder = asyncio.create_task(feed(), name=job.stored.id)
+        try:
+            await enough.wait()
+        finally:
+            feeder.cancel()
+            await asyncio.gather(feeder, return_exceptions=True)
+            left = list(running)
+            for task in left:
+                task.cancel()
+            await asyncio.gather(*left, return_exceptions=True)
+        if broken:
+            raise HpcError(f"a sample failed by a defect: {broken[0]!r}")
+
+    async def _until_usable(self, job: _Job, sample: int) -> Trajectory:
+        """One sample; infrastructure failures are tried again."""
+        for _ in range(self._bounds.max_retries):
+            trajectory = await self._produce(job.stored, job.request, sample)
+            self._count(trajectory)
+            if trajectory.outcome.usable:
+                return trajectory
+            self.num_retries += 1
+        trajectory = await self._produce(job.stored, job.request, sample)
+        self._count(trajectory)
+        return trajectory
+
+    def _count(self, trajectory: Trajectory) -> None:
+        self.samples[trajectory.outcome.value] += 1
+        self.num_sampled_tokens += int(trajectory.loss_mask.sum())
+        for stage, seconds in trajectory.timings.items():
+            self.stage_seconds[stage] += seconds  # type: ignore[assignment]
+
+    def _end(self, job: _Job, state: JobState, detail: str) -> None:
+        samples = [job.finished[index] for index in sorted(job.finished)]
+        result = JobResult(
+            id=job.stored.id,
+            state=state,
+            task=job.request.task,
+            instance_id=samples[0].instance_id if samples else "",
+            samples=[sample_of(trajectory) for trajectory in samples],
+            detail=detail,
+        )
+        self._store.finish(
+            job.stored.id, state=state, result=result.model_dump_json().encode(), detail=detail
+        )
+        job.state = state
+        self._num_unfetched += 1  # counted anew at each sweep
+        self.ended[state.value] += 1
+        del self._live[job.stored.id]
+        job.over.set()
+
+    async def _sweep_forever(self) -> None:
+        while True:
+            self._store.sweep(keep_fetched_seconds=self._bounds.keep_fetched_seconds)
+            self._num_unfetched = self._store.num_unfetched()
+            await asyncio.sleep(SWEEP_SECONDS)

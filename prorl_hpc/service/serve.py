@@ -1,0 +1,220 @@
+"""Puts a service together: engine, tasks, verifiers, store, socket. Knows how the parts fit.
+
+In its directory: `jobs.sqlite`, `token` (0600) and `service.json` with the address, for clients on
+the same file system.
+"""
+
+import asyncio
+import os
+import secrets
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import uvicorn
+
+from hpc.allocation import cpu_count
+from hpc.endpoints import own_address
+from hpc.errors import UserError
+from hpc.files import publish
+from prorl_hpc.agents.registry import make_agent
+from prorl_hpc.agents.render import load_tokenizer
+from prorl_hpc.inference.engine import Engine
+from prorl_hpc.inference.http_pool import HttpPool
+from prorl_hpc.inference.pool import make_engine
+from prorl_hpc.policy import MANIFEST, verify_policy
+from prorl_hpc.recipe import EnvironmentKind, Recipe
+from prorl_hpc.rollout.pipeline import Parts
+from prorl_hpc.rollout.scoring import VerifierPool
+from prorl_hpc.rollout.versions import Versions
+from prorl_hpc.run import Run
+from prorl_hpc.service.app import make_app
+from prorl_hpc.service.core import Core
+from prorl_hpc.service.jobs import Bounds, Jobs
+from prorl_hpc.service.store import JobStore
+from prorl_hpc.tasks.environment_task import MakeEnvironment
+from prorl_hpc.tasks.registry import make_tasks
+
+FAREWELL_SECONDS = 10
+
+
+class ServeError(UserError, OSError):
+    """The service can't listen where it was told to."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Where:
+    """Where a service lives."""
+
+    directory: Path
+    policy: Path
+    """The policy to start with: a published version, or a plain Hugging Face directory."""
+    socket_path: Path | None = None
+    """A private Unix socket; else TCP."""
+    host: str = "127.0.0.1"
+    port: int = 0
+    """0: any free one."""
+    llm_servers: bool = False
+    """No engine of its own: clients bring servers through `/add_llm_server`."""
+
+
+class Address(msgspec.Struct, frozen=True, kw_only=True):
+    """What `service.json` holds."""
+
+    url: str
+    pid: int
+    format: int = 1
+
+
+async def serve(recipe: Recipe, where: Where) -> None:
+    """Serves until SIGTERM or SIGINT. Raises UserError for what the user must mend."""
+    where.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    token = None if where.socket_path else read_token(where.directory / "token")
+    with listening(where) as (listener, url):
+        async with AsyncExitStack() as stack:
+            core = await _open_core(stack, recipe, where)
+            store = JobStore(where.directory / "jobs.sqlite")
+            stack.callback(store.close)
+            rollout = recipe.rollout
+            bounds = Bounds(
+                capacity=rollout.run_workers + rollout.init_workers,
+                max_retries=recipe.buffer.max_infrastructure_retries,
+            )
+            jobs = Jobs(store, produce=core.produce, bounds=bounds)
+            server = _Server(
+                uvicorn.Config(
+                    make_app(core, jobs, token=token),
+                    log_level="warning",
+                    timeout_graceful_shutdown=FAREWELL_SECONDS,
+                    lifespan="on",
+                )
+            )
+            for number in (signal.SIGTERM, signal.SIGINT):
+                asyncio.get_running_loop().add_signal_handler(number, server.leave)
+            address = Address(url=url, pid=os.getpid())
+            publish(where.directory / "service.json", data=msgspec.json.encode(address), mode=0o600)
+            print(f"serving {', '.join(recipe.tasks)} at {url}", flush=True)
+            if token is not None:
+                print(f"bearer token: {where.directory / 'token'}", flush=True)
+            await server.serve(sockets=[listener])
+
+
+class _Server(uvicorn.Server):
+    """uvicorn that leaves signals to us: what is open must be closed after it."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    def leave(self) -> None:
+        self.should_exit = True
+
+
+@contextmanager
+def listening(where: Where) -> Iterator[tuple[socket.socket, str]]:
+    """A bound socket and the URL that clients use. Raises ServeError."""
+    path = where.socket_path
+    if path is None:
+        listener = socket.socket(socket.AF_INET6 if ":" in where.host else socket.AF_INET)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        target: str | tuple[str, int] = (where.host, where.port)
+    else:
+        listener = socket.socket(socket.AF_UNIX)
+        target = str(path)
+        if path.is_socket() and not _answers(path):
+            path.unlink()  # of a service that was killed
+    mask = os.umask(0o077)
+    try:
+        listener.bind(target)
+    except OSError as err:
+        listener.close()
+        remedy = "give a shorter --socket" if "too long" in str(err) else "choose another one"
+        raise ServeError(f"can't listen at {target}: {err}; {remedy}") from err
+    finally:
+        os.umask(mask)
+    try:
+        if path is not None:
+            yield listener, f"unix:{path}"
+        else:
+            host = own_address() if where.host in ("0.0.0.0", "::") else where.host  # noqa: S104
+            shown = f"[{host}]" if ":" in host else host
+            yield listener, f"http://{shown}:{listener.getsockname()[1]}"
+    finally:
+        listener.close()
+        if path is not None:
+            path.unlink(missing_ok=True)
+
+
+def read_token(path: Path) -> str:
+    """The service's bearer token; made at the first start."""
+    with suppress(FileNotFoundError):
+        token = path.read_text().strip()
+        if token:
+            return token
+    token = secrets.token_urlsafe(32)
+    publish(path, data=token.encode(), mode=0o600)
+    return token
+
+
+def _answers(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(str(path))
+        except OSError:
+            return False
+        return True
+
+
+async def _open_core(stack: AsyncExitStack, recipe: Recipe, where: Where) -> Core:
+    tasks = make_tasks(recipe)
+    tokenizer = await asyncio.to_thread(load_tokenizer, where.policy)
+    agents = {n: make_agent(c, tokenizer=tokenizer) for n, c in recipe.tasks.items()}
+    engine = _engine(recipe, where)
+    stack.push_async_callback(engine.close)
+    await engine.start()
+    scorer = VerifierPool(
+        recipe.tasks,
+        seed=recipe.seed,
+        num_workers=min(recipe.rollout.eval_workers, max(cpu_count(), 1)),
+    )
+    stack.push_async_callback(scorer.close)
+    return Core(
+        Parts(
+            recipe=recipe,
+            tasks=tasks,
+            agents=agents,
+            tokenizer=tokenizer,
+            engine=engine,
+            versions=Versions(engine, run=Run(where.directory)),
+            scorer=scorer,
+            make_environment=_environments(stack, recipe),
+            worker=f"service-{os.getpid()}",
+            attempt=1,
+        )
+    )
+
+
+def _engine(recipe: Recipe, where: Where) -> Engine:
+    if where.llm_servers:
+        return HttpPool(version=0)
+    version = 0
+    if (where.policy / MANIFEST).is_file():
+        version = verify_policy(where.policy).version
+    return make_engine(recipe, path=where.policy, version=version)
+
+
+def _environments(stack: AsyncExitStack, recipe: Recipe) -> MakeEnvironment | None:
+    if {task.environment for task in recipe.tasks.values()} <= {EnvironmentKind.none}:
+        return None
+    import tempfile
+
+    from prorl_hpc.environment.factory import EnvironmentFactory
+
+    scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="prorl-serve-"))
+    factory = EnvironmentFactory(Path(os.environ.get("PRORL_SCRATCH", scratch)) / "environments")
+    stack.callback(factory.close)
+    return factory.create

@@ -1,0 +1,95 @@
+"""Which sandbox a task's options ask for: backend, image, accepted weaknesses. Starts nothing."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hpc.errors import ImageError
+from hpc.images import ImageStore
+from hpc.isolation import Feature
+from prorl_hpc.environment.base import Backend
+from prorl_hpc.recipe import EnvironmentKind, TaskConfig
+from prorl_hpc.tasks.base import TaskError
+
+OPTIONS = frozenset({"image", "images", "accept_missing"})
+"""What every task with a sandbox understands."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Sandboxes:
+    """The sandboxes of one task; looks each image up, and checks its digest, once per process."""
+
+    task: str
+    backend: Backend
+    image: str
+    """A path, or a name in `images`; may hold `{instance_id}`; empty: the backend's default."""
+    default_image: str
+    images: Path | None
+    accept_missing: frozenset[Feature]
+    _found: dict[str, Path | None] = field(default_factory=dict)
+
+    def image_of(self, instance_id: str, *, own: str = "") -> Path | None:
+        """File or directory; None is the machine's own /usr. `own` is the data set's image.
+
+        Raises ImageError or TaskError with what to do.
+        """
+        name = self.image.replace("{instance_id}", instance_id)
+        if own and "{instance_id}" not in self.image:
+            name = own
+        if name not in self._found:
+            self._found[name] = self._resolve(name)
+        return self._found[name]
+
+    def _resolve(self, name: str) -> Path | None:
+        if not name and self.backend is Backend.bubblewrap:
+            return None
+        name = name or self.default_image
+        if Path(name).is_absolute():
+            if not Path(name).exists():
+                raise ImageError(f"tasks.{self.task}.options.image={name!r} doesn't exist here")
+            return Path(name)
+        if self.images is None:
+            raise TaskError(
+                f"tasks.{self.task}.options.image={name!r} is a name, and no image store is given; "
+                f"set PRORL_IMAGES or tasks.{self.task}.options.images=DIR (prorl-hpc images build "
+                f"{name} ...), or choose tasks.{self.task}.environment=bubblewrap"
+            )
+        store = ImageStore(self.images)
+        # data sets name images like `owner/name:tag`
+        plain = name.replace("/", "_").replace(":", "_")
+        store.verify(plain)
+        return store.path(plain)
+
+
+def read_sandboxes(task: str, config: TaskConfig, *, default_image: str) -> Sandboxes:
+    """The options of a task, checked. Raises TaskError."""
+    if config.environment not in (EnvironmentKind.apptainer, EnvironmentKind.bubblewrap):
+        raise TaskError(
+            f"tasks.{task}.environment={config.environment} can't hold untrusted code; choose "
+            "apptainer or bubblewrap"
+        )
+    options = config.options
+    try:
+        accepted = frozenset(Feature(one) for one in options.get("accept_missing") or ())
+    except ValueError as err:
+        known = ", ".join(Feature)
+        raise TaskError(f"tasks.{task}.options.accept_missing: {err}; known: {known}") from err
+    images = options.get("images")
+    image = str(options.get("image") or "")
+    return Sandboxes(
+        task=task,
+        backend=Backend(config.environment.value),
+        image=str(Path(image).expanduser()) if image.startswith("~") else image,
+        default_image=default_image,
+        images=Path(str(images)).expanduser().absolute() if images else None,
+        accept_missing=accepted,
+    )
+
+
+def check_options(task: str, options: Mapping[str, Any], known: frozenset[str]) -> None:
+    """Raises TaskError for an option that nobody reads."""
+    unknown = sorted(set(options) - known)
+    if unknown:
+        choices = ", ".join(sorted(known))
+        raise TaskError(f"tasks.{task}.options.{unknown[0]} is unknown; choose from {choices}")

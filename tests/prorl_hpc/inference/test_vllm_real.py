@@ -1,0 +1,171 @@
+"""The vLLM engine against real vLLM (its CPU build) and a real small model of random weights.
+
+Needs `PRORL_VLLM_PYTHON`: the interpreter of an environment that holds vLLM.
+"""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from hpc.groups import members
+from prorl_hpc.inference.engine import Completion, Sampling
+from prorl_hpc.inference.http import RequestRefused
+from prorl_hpc.inference.supervise import ServerProcess
+from prorl_hpc.inference.vllm_engine import VllmEngine, VllmOptions
+from prorl_hpc.run import Run
+from tests.fakes.tiny_model import publish_tiny, tiny_model
+
+PYTHON = os.environ.get("PRORL_VLLM_PYTHON", "")
+BOUND_SECONDS = 540.0
+TOLERANCE = 1e-3
+"""Of a float32 log-probability against a transformers forward pass on the same ids: kernels sum
+in another order, over up to 500 tokens of a model whose logits are large (seen: 3e-4)."""
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(not PYTHON, reason="PRORL_VLLM_PYTHON names no interpreter with vLLM"),
+]
+
+
+def run(test: object) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(BOUND_SECONDS):
+            await test  # type: ignore[misc]
+
+    asyncio.run(bounded())
+
+
+@asynccontextmanager
+async def started(run_: Run, *, tied: bool) -> AsyncIterator[VllmEngine]:
+    options = VllmOptions(
+        num_servers=1,
+        python=PYTHON,
+        context_tokens=512,
+        dtype="float32",
+        max_batch=32,
+        start_seconds=400.0,
+        log_directory=run_.root / "logs",
+    )
+    path = publish_tiny(run_, version=1, tied=tied)
+    engine = VllmEngine(options, path=path.resolve(), version=1)
+    try:
+        await engine.start()
+        yield engine
+    finally:
+        await engine.close()
+
+
+def forward(
+    prompt: tuple[int, ...], answer: Completion, *, seed: int, tied: bool, temperature: float
+) -> list[float]:
+    """Log-probabilities of the answer's tokens by transformers, at the sampler's temperature."""
+    import torch
+
+    model = tiny_model(seed=seed, tied=tied)
+    ids = torch.tensor([[*prompt, *answer.token_ids]])
+    with torch.no_grad():
+        logits_TV = model(ids).logits[0, len(prompt) - 1 : -1].float() / temperature
+    logprobs_TV = torch.log_softmax(logits_TV, dim=-1)
+    chosen_T1 = torch.tensor(answer.token_ids).unsqueeze(1)
+    return [float(value) for value in logprobs_TV.gather(1, chosen_T1).squeeze(1)]
+
+
+def asked(n: int, *, seed: int, temperature: float = 0.7) -> Sampling:
+    return Sampling(temperature=temperature, max_new_tokens=n, seed=seed, stop_token_ids=(1,))
+
+
+def distance(one: tuple[float, ...], other: list[float]) -> float:
+    return max(abs(a - b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_logprobs_versions_update_in_flight_and_refusals(tmp_path: Path, tied: bool) -> None:
+    async def check() -> None:
+        run_ = Run(tmp_path / "run")
+        async with started(run_, tied=tied) as engine:
+            prompt = (5, 6, 7, 8)
+            answers = await asyncio.gather(
+                *(engine.generate(prompt, sampling=asked(64, seed=s)) for s in range(4))
+            )
+            for answer in answers:
+                exact = forward(prompt, answer, seed=1, tied=tied, temperature=0.7)
+                assert distance(answer.logprobs, exact) < TOLERANCE
+                assert set(answer.versions) == {1}
+            assert len({answer.token_ids for answer in answers}) == 4
+
+            # Moved to another version while it generates: each token says who made it.
+            requests = [
+                asyncio.create_task(
+                    engine.generate(
+                        prompt,
+                        sampling=Sampling(temperature=0.7, max_new_tokens=500, seed=s),
+                    )
+                )
+                for s in range(8)
+            ]
+            await asyncio.sleep(0.3)
+            await engine.load(2, path=publish_tiny(run_, version=2, tied=tied))
+            moved = await asyncio.gather(*requests)
+            assert all(list(a.versions) == sorted(a.versions) for a in moved)
+            mixed = [a for a in moved if set(a.versions) == {1, 2}]
+            assert mixed
+            for answer in mixed:
+                old = forward(prompt, answer, seed=1, tied=tied, temperature=0.7)
+                new = forward(prompt, answer, seed=2, tied=tied, temperature=0.7)
+                want = [o if v == 1 else n for o, n, v in
+                        zip(old, new, answer.versions, strict=True)]  # fmt: skip
+                assert distance(answer.logprobs, want) < TOLERANCE
+
+            answer = await engine.generate(prompt, sampling=asked(64, seed=9))
+            exact = forward(prompt, answer, seed=2, tied=tied, temperature=0.7)
+            assert distance(answer.logprobs, exact) < TOLERANCE
+            assert set(answer.versions) == {2}
+
+            with pytest.raises(RequestRefused, match="out of vocabulary"):
+                await engine.generate((99_999,), sampling=asked(1, seed=0))
+            with pytest.raises(RequestRefused, match="answered 400"):
+                await engine.generate((5,) * 600, sampling=asked(1, seed=0))
+
+    run(check())
+
+
+def test_a_killed_server_is_replaced_without_losing_a_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processes: list[ServerProcess] = []
+    start = ServerProcess.start
+
+    async def noted(self: ServerProcess) -> None:
+        await start(self)
+        processes.append(self)
+
+    monkeypatch.setattr(ServerProcess, "start", noted)
+
+    async def check() -> None:
+        run_ = Run(tmp_path / "run")
+        async with started(run_, tied=True) as engine:
+            requests = [
+                asyncio.create_task(engine.generate(
+                    (5, 6, 7), sampling=Sampling(temperature=1.0, max_new_tokens=400, seed=s)
+                ))
+                for s in range(8)
+            ]  # fmt: skip
+            await asyncio.sleep(0.2)
+            guard = processes[0]._process
+            assert guard is not None
+            children = Path(f"/proc/{guard.pid}/task/{guard.pid}/children").read_text().split()
+            os.killpg(int(children[0]), signal.SIGKILL)
+            answers = await asyncio.gather(*requests)
+            assert [len(a.token_ids) for a in answers] == [400] * 8
+            assert engine.pool.num_retries >= 8
+            assert len(processes) == 2
+        group = int(children[0])
+        assert not members(group)
+        assert all(process.exit_code is not None for process in processes)
+
+    run(check())

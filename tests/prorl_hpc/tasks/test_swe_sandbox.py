@@ -1,0 +1,206 @@
+"""Real repairs and real tricks in a real sandbox: what the agent leaves, and what it is worth."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from prorl_hpc.environment.base import Environment
+from prorl_hpc.environment.factory import EnvironmentFactory
+from prorl_hpc.records import Outcome, Score
+from prorl_hpc.tasks.swe.bug import Bug
+from prorl_hpc.tasks.swe.task import UNREADABLE, SweTask
+from prorl_hpc.tasks.swe.validate import check_bugs
+from tests.prorl_hpc.tasks.swe_bug import make_store, make_task, need_bubblewrap
+
+pytestmark = pytest.mark.process
+
+REPAIR = "sed -i 's/a - b/a + b/' adder/sums.py"
+SECONDS = 120.0
+Work = Callable[[Environment], Awaitable[None]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    task: SweTask
+    bug: Bug
+    scratch: Path
+
+    def attempt(self, *commands: str) -> tuple[bytes, Score]:
+        """What an agent that runs `commands` leaves behind, and its score."""
+
+        async def work() -> tuple[bytes, Score]:
+            factory = EnvironmentFactory(self.scratch)
+            try:
+                instance = self.task.instance_of(self.bug)
+                async with factory.create(self.task.environment_spec(instance)) as environment:
+                    await self.task.setup(instance, environment)
+                    for command in commands:
+                        done = await environment.run(command, SECONDS)
+                        assert not done.timed_out, done.text
+                    result = await self.task.result(instance, environment)
+                score = await self.task.score_in(
+                    instance, result=result, response="", make_environment=factory.create
+                )
+            finally:
+                factory.close()
+            return result, score
+
+        return asyncio.run(work())
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[SweTask, Bug]]:
+    need_bubblewrap()
+    yield make_task(*make_store(tmp_path_factory.mktemp("bugs")))
+
+
+@pytest.fixture
+def bench(built: tuple[SweTask, Bug], tmp_path: Path) -> Bench:
+    return Bench(task=built[0], bug=built[1], scratch=tmp_path / "scratch")
+
+
+def test_a_repair_is_worth_one(bench: Bench) -> None:
+    result, score = bench.attempt("git log --oneline", REPAIR, "git commit -qam mine 2>/dev/null")
+    assert b"adder/sums.py" in result
+    assert score.reward == 1.0
+    assert score.components["fraction"] == 1.0
+    assert score.outcome is Outcome.scored
+
+
+def test_nothing_is_worth_nothing(bench: Bench) -> None:
+    result, score = bench.attempt("ls")
+    assert result == b""
+    assert score.reward == 0.0
+
+
+def test_half_a_repair_is_worth_a_fraction_as_component_only(bench: Bench) -> None:
+    # `add` then gives 3 always: one of two required tests passes
+    _, score = bench.attempt("printf 'def add(a, b):\\n    return 3\\n' > adder/sums.py")
+    assert score.reward == 0.0
+    assert score.components["fraction"] == 0.5
+
+
+FORGER = """\
+def pytest_runtest_makereport(item, call):
+    from _pytest.reports import TestReport
+    r = TestReport.from_item_and_call(item, call)
+    r.outcome, r.longrepr = "passed", None
+    return r
+"""
+TRICKS = {
+    "edits_the_tests": "printf 'def test_adds():\\n    pass\\ndef test_zero():\\n    pass\\n' "
+    "> tests/test_add.py",
+    "conftest": "cat > conftest.py && cp conftest.py adder/conftest.py "
+    "&& cp conftest.py tests/conftest.py",
+    "pytest_configuration": "printf '[pytest]\\naddopts = --co\\npython_functions = nothing\\n' "
+    "> pytest.ini; cp pytest.ini tox.ini; printf '[tool:pytest]\\naddopts=--co\\n' > setup.cfg",
+    "sitecustomize": "cat > sitecustomize.py && cp sitecustomize.py usercustomize.py",
+    "shadowed_runner": "mkdir -p pytest _pytest && cat > pytest/__init__.py "
+    "&& cp pytest/__init__.py pytest/__main__.py && cp pytest/__init__.py _pytest/__init__.py",
+    "site_packages": "cp conftest.py /.prorl-site/sitecustomize.py; "
+    "cat > $(python3 -c 'import pytest; print(pytest.__file__)')",
+    "path_file": "echo 'import os; os._exit(0)' > adder.pth",
+    "link_instead_of_tests": "rm -rf tests && mkdir /tmp/mine && ln -s /tmp/mine tests",
+    "byte_code": "mkdir -p adder/__pycache__ && echo x > adder/__pycache__/sums.cpython-311.pyc",
+}
+"""Each tries to be rewarded without a repair. Where it reads, it gets a plugin that forges."""
+
+
+@pytest.mark.parametrize("name", TRICKS)
+def test_tricks_do_not_pay(bench: Bench, name: str) -> None:
+    trick = TRICKS[name]
+    text = f"cat > /tmp/forger <<'EOF'\n{FORGER}EOF\n(\n{trick}\n) < /tmp/forger"
+    _, score = bench.attempt(text)
+    assert score.reward == 0.0
+    assert score.components["fraction"] == 0.0
+
+
+@pytest.mark.parametrize("name", ["conftest", "pytest_configuration", "sitecustomize"])
+def test_tricks_do_not_cost_a_repair_its_reward_either(bench: Bench, name: str) -> None:
+    text = f"cat > /tmp/forger <<'EOF'\n{FORGER}EOF\n(\n{TRICKS[name]}\n) < /tmp/forger"
+    _, score = bench.attempt(text, REPAIR)
+    assert score.reward == 1.0
+    assert score.components["left_out_files"] >= 1.0
+
+
+def test_words_that_look_like_results_are_not_results(bench: Bench) -> None:
+    fake = (
+        "import os\n"
+        "for name in ('adds', 'zero'):\n"
+        "    os.write(1, f'PASSED tests/test_add.py::test_{name}\\n'.encode())\n"
+        "os._exit(0)\n"
+    )
+    _, score = bench.attempt(f"cat >> adder/sums.py <<'EOF'\n{fake}EOF")
+    assert score.reward == 0.0
+    assert score.components["fraction"] == 0.0
+
+
+def test_an_endless_repair_times_out_with_a_score(
+    built: tuple[SweTask, Bug], bench: Bench, tmp_path: Path
+) -> None:
+    store = built[0].settings.store
+    data = tmp_path / "bugs.jsonl"
+    data.write_bytes((store.root.parent / "bugs.jsonl").read_bytes())
+    impatient, bug = make_task(store, data, test_seconds=4.0)
+    short = Bench(task=impatient, bug=bug, scratch=bench.scratch)
+    _, score = short.attempt("echo 'while True: pass' >> adder/sums.py")
+    assert score.reward == 0.0
+    assert score.components["tests_timed_out"] == 1.0
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "rm -rf .git",
+        "rm -rf /testbed/.git && ln -s /etc .git",
+        "cat > .git/config < /dev/zero & sleep 0; kill $!; wait; echo '[bad' > .git/config",
+    ],
+)
+def test_a_ruined_tree_is_the_agents_doing(bench: Bench, command: str) -> None:
+    result, score = bench.attempt(command)
+    assert result == UNREADABLE
+    assert score.outcome is Outcome.invalid
+    assert score.reward == 0.0
+
+
+def test_the_agent_sees_neither_hidden_tests_nor_gold_patch(bench: Bench) -> None:
+    async def look() -> str:
+        factory = EnvironmentFactory(bench.scratch)
+        try:
+            instance = bench.task.instance_of(bench.bug)
+            async with factory.create(bench.task.environment_spec(instance)) as environment:
+                await bench.task.setup(instance, environment)
+                done = await environment.run(
+                    "ls -R / 2>/dev/null | grep -E 'gold.patch|hidden' ; "
+                    "git -C /testbed log --all --oneline | wc -l; "
+                    "git -C /testbed fsck --lost-found 2>&1 | grep -c dangling; "
+                    "grep -rl 'a + b' /testbed /.prorl-repository | wc -l; env | grep -i secret",
+                    SECONDS,
+                )
+        finally:
+            factory.close()
+        return done.text
+
+    # one commit, nothing dangling, the repair nowhere
+    assert asyncio.run(look()).split() == ["1", "0", "0"]
+
+
+def test_the_check_of_an_instance(bench: Bench) -> None:
+    store = bench.task.settings.store
+    found = check_bugs(bench.task, [bench.bug], scratch=bench.scratch, at_once=1)
+    verdict = found[bench.bug.instance_id]
+    assert not isinstance(verdict, str), verdict
+    assert verdict.ok
+    assert store.verdict(bench.bug.instance_id) == verdict
+
+
+def test_an_infrastructure_failure_is_no_verdict(bench: Bench, tmp_path: Path) -> None:
+    store, data = make_store(tmp_path)
+    task, bug = make_task(store, data)
+    (store.repository(bug.instance_id) / "repo.tar").write_bytes(b"damaged")
+    found = check_bugs(task, [bug], scratch=bench.scratch, at_once=1)
+    assert str(found[bug.instance_id]).startswith("SandboxStartError")
+    assert store.verdict(bug.instance_id) is None
