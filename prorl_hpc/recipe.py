@@ -180,7 +180,11 @@ class EngineConfig:
     arguments: list[str] = field(default_factory=list)
     """Further arguments of the server's command line."""
     urls: list[str] = field(default_factory=list)
-    """Addresses of servers that run already (kind openai)."""
+    """Addresses of servers that run already, with their `/v1` (kind openai)."""
+    model: str | None = None
+    """Name of the model at `urls`; None: the first that each of them lists."""
+    key_variable: str = "OPENAI_API_KEY"
+    """Environment variable that holds the key of `urls`, if they want one."""
     start_seconds: float = 600.0
     request_seconds: float = 1800.0
 

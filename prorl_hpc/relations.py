@@ -1,7 +1,7 @@
 """What must hold between a recipe's values. Pure; single numbers are checked in `limits`."""
 
 from prorl_hpc.choices import EngineKind
-from prorl_hpc.recipe import Recipe, RecipeError
+from prorl_hpc.recipe import EngineConfig, Recipe, RecipeError
 
 
 def check_relations(recipe: Recipe) -> None:
@@ -16,6 +16,7 @@ def check_relations(recipe: Recipe) -> None:
     _check_groups(recipe)
     _check_algorithm(recipe)
     _check_gpus(recipe)
+    check_engine(recipe.rollout.engine)
 
 
 def _check_groups(recipe: Recipe) -> None:
@@ -78,4 +79,32 @@ def _check_gpus(recipe: Recipe) -> None:
             f"rollout.engine.servers_per_node={engine.servers_per_node} of "
             f"tensor_parallel={engine.tensor_parallel} need {wanted} GPUs, more than "
             f"rollout.gpus_per_node={rollout.gpus_per_node}; lower them, or ask for more GPUs"
+        )
+
+
+def check_engine(engine: EngineConfig) -> None:
+    """Raises RecipeError for an engine without what its kind needs."""
+    if engine.kind is EngineKind.openai and not engine.urls:
+        raise RecipeError(
+            "rollout.engine.kind=openai needs servers that run already; name them, e.g. "
+            "rollout.engine.urls=[http://host:8000/v1]"
+        )
+    for url in engine.urls:
+        if not url.startswith(("http://", "https://")):
+            raise RecipeError(
+                f"rollout.engine.urls holds {url!r}; an address begins with http:// or https://"
+            )
+
+
+def check_trainable(recipe: Recipe) -> None:
+    """Raises RecipeError for what can be evaluated and served, and not trained.
+
+    Asked at submit only. An endpoint that somebody else runs has no common way to load a version
+    that the learner publishes; rollouts would come from the same old weights for ever.
+    """
+    if recipe.rollout.engine.kind is EngineKind.openai:
+        raise RecipeError(
+            "rollout.engine.kind=openai can't train: such an endpoint can't load the learner's new "
+            "versions, nor need it give token ids with the log-probabilities they were drawn by; "
+            "train with transformers, vllm or sglang (eval and serve work with openai)"
         )

@@ -88,8 +88,10 @@ def submit(
     from prorl_hpc.cli.inputs import check_inputs
     from prorl_hpc.planner import adjustments, make_plan
     from prorl_hpc.provenance import provenance
+    from prorl_hpc.relations import check_trainable
     from prorl_hpc.tasks.registry import make_tasks
 
+    check_trainable(recipe)
     site = site_of(recipe)
     run_ = Run(Path(recipe.run_root) / recipe.name)
     plan = make_plan(recipe, site, run_directory=run_.root)

@@ -14,6 +14,8 @@ Factory = Callable[..., Engine]
 FACTORIES: dict[EngineKind, str] = {
     EngineKind.transformers: "prorl_hpc.inference.pool:make_transformers",
     EngineKind.vllm: "prorl_hpc.inference.vllm_engine:make_vllm",
+    EngineKind.sglang: "prorl_hpc.inference.sglang_engine:make_sglang",
+    EngineKind.openai: "prorl_hpc.inference.openai_engine:make_openai",
 }
 """`module:function` of each kind that this version can serve."""
 

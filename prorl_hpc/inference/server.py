@@ -189,21 +189,29 @@ class VllmServer:
 
     async def identity(self) -> str:
         """Name of the first model that the server serves. Raises EngineError."""
-
-        class Model(msgspec.Struct):
-            id: str
-
-        class Models(msgspec.Struct):
-            data: list[Model]
-
-        data = await self._channel.get("/v1/models", timeout_seconds=HEALTH_SECONDS)
-        try:
-            return msgspec.json.decode(data, type=Models).data[0].id
-        except (msgspec.DecodeError, IndexError) as err:
-            raise ServerGone(f"{self.address} doesn't say which model it serves: {err}") from err
+        return await first_model(self._channel)
 
     async def close(self) -> None:
         await self._channel.close()
+
+
+class _Model(msgspec.Struct, frozen=True):
+    id: str
+
+
+class Models(msgspec.Struct, frozen=True):
+    """What `/v1/models` says."""
+
+    data: list[_Model]
+
+
+async def first_model(channel: Channel) -> str:
+    """Name of the first model behind an address. Raises ServerGone, RequestRefused."""
+    data = await channel.get("/v1/models", timeout_seconds=HEALTH_SECONDS)
+    try:
+        return msgspec.json.decode(data, type=Models).data[0].id
+    except (msgspec.DecodeError, IndexError) as err:
+        raise ServerGone(f"{channel.address} doesn't say which model it serves: {err}") from err
 
 
 def sampling_parameters(sampling: Sampling) -> dict[str, object]:

@@ -12,16 +12,17 @@ for through the environment:
 """
 
 import argparse
-import json
 import os
-import select
-import socket
 import sys
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # it runs as a script
+
+from tests.fakes.http_fake import FakeHandler, PortServer, UnixServer
 
 TROUBLE = os.environ.get("FAKE_VLLM_TROUBLE", "")
 TOKEN_SECONDS = float(os.environ.get("FAKE_VLLM_TOKEN_SECONDS", "0"))
@@ -48,15 +49,8 @@ def token_of(*, seed: int, place: int, version: str) -> int:
     return (seed * 31 + place * 7 + int(version) * 13) % VOCABULARY
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(FakeHandler):
     state: State
-    protocol_version = "HTTP/1.1"
-
-    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
-        pass
-
-    def address_string(self) -> str:
-        return "client"
 
     def do_GET(self) -> None:
         state = self.state
@@ -72,8 +66,7 @@ class Handler(BaseHTTPRequestHandler):
             self.answer(404, {"error": "no such route"})
 
     def do_POST(self) -> None:
-        length = int(self.headers.get("Content-Length") or 0)
-        body = json.loads(self.rfile.read(length) or b"null")
+        body = self.body()
         state, route = self.state, self.path.partition("?")[0]
         with state.gate:
             if route == "/update_weight_version":
@@ -133,8 +126,7 @@ class Handler(BaseHTTPRequestHandler):
             with state.gate:
                 state.running -= 1
         if stream:
-            self.event("[DONE]")
-            self.chunk(b"")
+            self.end_events()
         else:
             self.answer(200, {"choices": [choice_of(ids, reason, spans)]})
 
@@ -147,32 +139,6 @@ class Handler(BaseHTTPRequestHandler):
             self.state.num_tokens += 1
             return self.state.version
 
-    def client_is_gone(self) -> bool:
-        readable, _, _ = select.select([self.connection], [], [], 0)
-        return bool(readable) and not self.connection.recv(1, socket.MSG_PEEK)
-
-    def begin_events(self) -> None:
-        self.send_response(200)
-        self.send_header("Content-Type", "text/event-stream")
-        self.send_header("Transfer-Encoding", "chunked")
-        self.end_headers()
-
-    def event(self, body: Any) -> None:
-        text = body if isinstance(body, str) else json.dumps(body)
-        self.chunk(f"data: {text}\n\n".encode())
-
-    def chunk(self, data: bytes) -> None:
-        self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data))
-        self.wfile.flush()
-
-    def answer(self, status: int, body: Any) -> None:
-        data = json.dumps(body).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(data)))
-        self.send_header("Content-Type", "application/json")
-        self.end_headers()
-        self.wfile.write(data)
-
 
 def choice_of(ids: list[int], reason: str | None, spans: Any) -> dict[str, Any]:
     """One choice of an answer, or of one event of it."""
@@ -184,19 +150,6 @@ def choice_of(ids: list[int], reason: str | None, spans: Any) -> dict[str, Any]:
         "weight_versions": spans,
         "logprobs": {"content": content},
     }
-
-
-class UnixServer(ThreadingHTTPServer):
-    address_family = socket.AF_UNIX
-
-    def server_bind(self) -> None:
-        self.socket.bind(self.server_address)
-
-
-class PortServer(ThreadingHTTPServer):
-    def server_bind(self) -> None:
-        # Without the name look-up of the standard one.
-        self.socket.bind(self.server_address)
 
 
 def main() -> None:
@@ -215,7 +168,6 @@ def main() -> None:
         server = UnixServer(args.uds, handler)  # type: ignore[arg-type]
     else:
         server = PortServer((args.host, args.port), handler)
-    server.daemon_threads = True
     server.serve_forever()
 
 

@@ -114,6 +114,12 @@ def test_runs_are_made_where_they_are_looked_up(
         (["countdown"], "e.g. task=countdown"),
         (["nonsense"], "e.g. recipe=logic"),
         (["algorithm.batch_groups=7", "algorithm.updates_per_step=2"], "isn't divisible"),
+        (["rollout.engine.kind=openai"], "rollout.engine.urls=[http://host:8000/v1]"),
+        (
+            ["rollout.engine.kind=openai", "rollout.engine.urls=['http://127.0.0.1:9/v1']"],
+            "rollout.engine.kind=openai can't train",
+        ),
+        (["+tasks.spell_backward.top_p=0.9"], "top_p"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_2(

@@ -256,3 +256,21 @@ def test_cancelling_closes_the_environment(tmp_path):
 
     asyncio.run(asyncio.wait_for(main(), 300))
     assert made[0].closed
+
+
+def test_training_draws_by_temperature_alone(tmp_path):
+    """The learner divides by probabilities of the whole distribution: no top-p, no top-k."""
+    asked = []
+
+    class Noting(ScriptedEngine):
+        async def generate(self, prompt_ids, *, sampling, affinity=""):
+            asked.append(sampling)
+            return await super().generate(prompt_ids, sampling=sampling, affinity=affinity)
+
+    recipe = make_recipe()
+    recipe.algorithm.temperature, recipe.validation.top_p = 1.3, 0.8
+    for kind in (Kind.train, Kind.validation):
+        engine = Noting(make_tokenizer(), ["3"])
+        produce(tmp_path, engine, recipe=recipe, lease=make_lease(kind=kind))
+    drawn = [(one.temperature, one.top_p, one.top_k) for one in asked]
+    assert drawn == [(1.3, 1.0, 0), (0.0, 0.8, 0)]
