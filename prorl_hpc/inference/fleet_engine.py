@@ -5,12 +5,11 @@ What one server's command line is and how it is greeted is each engine's own (`v
 """
 
 import asyncio
-import shutil
-import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
 
+from hpc.scratch import OwnedDirectory
 from prorl_hpc.inference.engine import Chunk, Completion, EngineError, Sampling
 from prorl_hpc.inference.http_pool import HttpPool
 from prorl_hpc.inference.server import Server
@@ -31,7 +30,8 @@ class FleetEngine(ABC):
         log_directory: Path | None = None,
         use_ports: bool = False,
     ) -> None:
-        self.directory = Path(tempfile.mkdtemp(prefix="prorl-engine-"))
+        self._owned = OwnedDirectory.make("engine")
+        self.directory = self._owned.path
         """Private, removed with the engine."""
         self.pool = HttpPool(
             version=version, path=path, lost=lambda server: self.fleet.lost(server)
@@ -85,7 +85,7 @@ class FleetEngine(ABC):
     async def close(self) -> None:
         await self.fleet.close()
         await self.pool.close()
-        shutil.rmtree(self.directory, ignore_errors=True)
+        self._owned.close()
 
 
 def check_interpreter(recipe: Recipe, *, holds: str) -> None:
