@@ -6,6 +6,7 @@ prepare start (rank 0) -> join -> load newest checkpoint or begin -> connect -> 
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
@@ -173,45 +174,13 @@ def build_loop(
     """The loop at its newest checkpoint (true), or at step 0 with version 0 published (false)."""
     started = time.monotonic()
     torch.manual_seed(recipe.seed)
-    model = build_policy(
-        run.model_start,
-        recipe.model,
-        ranks=ranks,
-        chunk_tokens=recipe.learner.head_chunk_tokens,
-    )
-    optimizer = build_optimizer([p for _, p in model.named_weights()], config=recipe.algorithm)
-    stepper = Stepper(
-        model=model,
-        optimizer=optimizer,
-        algorithm=recipe.algorithm,
-        objective=objective_config(recipe.algorithm, max_new_tokens=recipe.rollout.max_new_tokens),
-        ranks=ranks,
-        tokens_per_micro_batch=recipe.learner.tokens_per_micro_batch,
-    )
+    stepper = _build_stepper(recipe, run, ranks=ranks)
     found = load_newest(run, ranks=ranks, report=log)
     if found is None:
-        state = _first_state()
-        if stepper.objective.needs_reference:
-            stepper.reference = Reference.of(model, index=0, step=0, ranks=ranks)
-        if ranks.is_first:
-            discard_newer(run, 0)
-            publish_start(run)
+        state = _begin(run, stepper)
     else:
         path, state = found
-        stepper.reference = restore(
-            path,
-            state,
-            model=model,
-            optimizer=optimizer,
-            with_reference=stepper.objective.needs_reference,
-            ranks=ranks,
-        )
-        if stepper.objective.needs_reference and stepper.reference is None:
-            # The coefficient was 0 before: the reference begins here.
-            index = int(state.reset.get("num_resets", 0))
-            stepper.reference = Reference.of(model, index=index, step=state.step, ranks=ranks)
-        if ranks.is_first:
-            discard_newer(run, state.step + state.roll_backs)
+        _resume(run, stepper, path=path, state=state)
     ranks.barrier()
     if ranks.is_first:
         where = "starting" if found is None else f"resuming at step {state.step}"
@@ -233,6 +202,55 @@ def build_loop(
         stop_reason=stop_reason,
     )
     return loop, found is not None
+
+
+def _build_stepper(recipe: Recipe, run: Run, *, ranks: Ranks) -> Stepper:
+    """Model (the starting policy), optimizer and objective, without a reference."""
+    model = build_policy(
+        run.model_start,
+        recipe.model,
+        ranks=ranks,
+        chunk_tokens=recipe.learner.head_chunk_tokens,
+    )
+    optimizer = build_optimizer([p for _, p in model.named_weights()], config=recipe.algorithm)
+    return Stepper(
+        model=model,
+        optimizer=optimizer,
+        algorithm=recipe.algorithm,
+        objective=objective_config(recipe.algorithm, max_new_tokens=recipe.rollout.max_new_tokens),
+        ranks=ranks,
+        tokens_per_micro_batch=recipe.learner.tokens_per_micro_batch,
+    )
+
+
+def _begin(run: Run, stepper: Stepper) -> LearnerState:
+    """Step 0: the starting policy is version 0, and the reference."""
+    ranks = stepper.ranks
+    if stepper.objective.needs_reference:
+        stepper.reference = Reference.of(stepper.model, index=0, step=0, ranks=ranks)
+    if ranks.is_first:
+        discard_newer(run, 0)
+        publish_start(run)
+    return _first_state()
+
+
+def _resume(run: Run, stepper: Stepper, *, path: Path, state: LearnerState) -> None:
+    """Fills the stepper from a checkpoint; versions of a lost history go."""
+    ranks, needs_reference = stepper.ranks, stepper.objective.needs_reference
+    stepper.reference = restore(
+        path,
+        state,
+        model=stepper.model,
+        optimizer=stepper.optimizer,
+        with_reference=needs_reference,
+        ranks=ranks,
+    )
+    if needs_reference and stepper.reference is None:
+        # The coefficient was 0 before: the reference begins here.
+        index = int(state.reset.get("num_resets", 0))
+        stepper.reference = Reference.of(stepper.model, index=index, step=state.step, ranks=ranks)
+    if ranks.is_first:
+        discard_newer(run, state.step + state.roll_backs)
 
 
 def _first_state() -> LearnerState:
