@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from hpc.errors import UserError
 from prorl_hpc.records import Message
@@ -20,6 +21,10 @@ Tokenizer = Any
 
 ToolSchema = dict[str, Any]
 """One tool as a JSON schema of a function, in the form that chat templates take."""
+
+_stops: WeakKeyDictionary[Tokenizer, tuple[tuple[str, int | None], tuple[int, ...]]] = (
+    WeakKeyDictionary()
+)
 
 _MARK = "\ue000{}\ue001"
 """Stands for a message's text while the template runs; private-use characters."""
@@ -67,7 +72,18 @@ def render_prompt(
 
 
 def stop_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Ids that end an answer: the template's end of turn first, then the tokenizer's own `eos`."""
+    """Ids that end an answer: the template's end of turn first, then the tokenizer's own `eos`.
+
+    Found once per tokenizer and template: every conversation asks.
+    """
+    key = (str(tokenizer.chat_template), tokenizer.eos_token_id)
+    known = _stops.get(tokenizer)
+    if known is None or known[0] != key:
+        known = _stops[tokenizer] = (key, _find_stop_ids(tokenizer))
+    return known[1]
+
+
+def _find_stop_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
     found: list[int] = []
     suffix = _encode(tokenizer, _after_answer(tokenizer, (), generate=False))
     if suffix and suffix[0] in _control_ids(tokenizer):
