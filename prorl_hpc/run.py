@@ -44,6 +44,14 @@ class Run(RunDirectory):
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / f"step-{step:08d}"
 
+    @property
+    def exports(self) -> Path:
+        """Model directories that no clean-up touches."""
+        return self.root / "export"
+
+    def export(self, step: int) -> Path:
+        return self.exports / f"step-{step:08d}"
+
     def metrics(self, role: str, *, index: int = 0) -> Path:
         return self.root / "metrics" / (f"{role}.jsonl" if index == 0 else f"{role}-{index}.jsonl")
 
@@ -55,6 +63,11 @@ class Run(RunDirectory):
     def model_start(self) -> Path:
         """The policy that training starts from (after warm-up), in Hugging Face form."""
         return self.root / "start"
+
+    @property
+    def warmup(self) -> Path:
+        """How far the warm-up is, while it lasts."""
+        return self.root / "warmup.safetensors"
 
     @property
     def validation(self) -> Path:

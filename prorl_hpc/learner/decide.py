@@ -21,6 +21,7 @@ from prorl_hpc.learner.reset import (
     state_from_json,
     state_to_json,
 )
+from prorl_hpc.learner.together import on_all, on_first
 from prorl_hpc.learner.validate import Interrupted, ValidationLine, run_validation
 
 
@@ -37,8 +38,7 @@ class Deciding(LoopState):
         if self._validation_due(state.step):
             # What was validated is part of every later history only once its checkpoint is whole.
             self.outputs.settle()
-            mine = self._asking(self._validate) if self.ranks.is_first else None
-            line = self.ranks.broadcast(mine or Interrupted())
+            line = on_first(self.ranks, lambda: self._asking(self._validate)) or Interrupted()
             if isinstance(line, Interrupted):
                 return False
             score = line.score
@@ -46,7 +46,7 @@ class Deciding(LoopState):
             step=state.step,
             validation_score=score,
             kl=state.last_kl,
-            manual_request=self.ranks.broadcast(self._manual_request()),
+            manual_request=on_first(self.ranks, self._manual_request),
         )
         after, decision = advance(
             state_from_json(state.reset), observation, config=self.recipe.algorithm.reset
@@ -75,8 +75,6 @@ class Deciding(LoopState):
 
     def _manual_request(self) -> str | None:
         path = self.run.requests / "reset-reference"
-        if not self.ranks.is_first:
-            return None
         try:
             return f"{path.read_text().strip()} {path.stat().st_mtime_ns}".strip()
         except OSError:
@@ -93,15 +91,14 @@ class Deciding(LoopState):
             stepper.reference = Reference.of(
                 stepper.model, index=decision.reset_index, step=decision.step, ranks=self.ranks
             )
-        if self.ranks.is_first:
-            self.recorder.reset(decision)
+        on_first(self.ranks, lambda: self.recorder.reset(decision))
 
     def _roll_back(self, step: int) -> None:
         """The best policy so far takes the place of this one, for the rollouts too, at once."""
         self.outputs.settle()
         problem = None
         if step == 0:
-            load_weights(self.stepper.model, self.run.model_start)
+            on_all(self.ranks, lambda: load_weights(self.stepper.model, self.run.model_start))
         else:
             path = self.run.checkpoint(step)
             problem = load_policy(path, model=self.stepper.model, ranks=self.ranks)
@@ -111,16 +108,18 @@ class Deciding(LoopState):
                 self.state, roll_backs=roll_backs, version=self.state.step + roll_backs
             )
             # First the groups, then the version: together they allow as many groups as before.
-            self._tell(lambda: self.client.filtered(self._filtered()))
+            on_first(self.ranks, lambda: self._tell(lambda: self.client.filtered(self._filtered())))
             self._publish()
-        if self.ranks.is_first:
-            self.recorder.event(
-                "roll_back",
-                step=self.state.step,
-                to_step=step,
-                version=self.state.version,
-                problem=problem or "",
-            )
-            done = f"published as version {self.state.version}"
-            left = f"left out, training goes on with the present policy: {problem}"
-            log(f"roll-back to the policy of step {step}: {left if problem else done}")
+        on_first(self.ranks, lambda: self._record_roll_back(step, problem))
+
+    def _record_roll_back(self, step: int, problem: str | None) -> None:
+        self.recorder.event(
+            "roll_back",
+            step=self.state.step,
+            to_step=step,
+            version=self.state.version,
+            problem=problem or "",
+        )
+        done = f"published as version {self.state.version}"
+        left = f"left out, training goes on with the present policy: {problem}"
+        log(f"roll-back to the policy of step {step}: {left if problem else done}")

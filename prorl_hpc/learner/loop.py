@@ -139,7 +139,11 @@ class LoopState:
         self.saved_step = state.step
 
     def _progress(self) -> None:
-        if self.ranks.is_first:
-            path = self.run.progress("learner", index=0)
+        """Rank 0 writes down the step, for the job's chain."""
+        path = self.run.progress("learner", index=0)
+
+        def write() -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             publish(path, data=str(self.state.step).encode())
+
+        self.outputs.space.write("the learner's progress", write)

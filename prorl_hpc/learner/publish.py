@@ -8,6 +8,8 @@ from torch import Tensor
 
 from prorl_hpc.learner.distributed import Ranks
 from prorl_hpc.learner.model import PolicyModel, gather_weights
+from prorl_hpc.learner.space import DiskError
+from prorl_hpc.learner.together import on_first
 from prorl_hpc.learner.weights import INDEX, SINGLE, save_weights
 from prorl_hpc.policy import MANIFEST, keep_newest, publish_directory, publish_policy
 from prorl_hpc.run import Run
@@ -18,18 +20,10 @@ def publish_version(
 ) -> None:
     """Publishes the model as `version`, on all ranks together; rank 0 writes.
 
-    Raises OSError on every rank when rank 0 can't write.
+    Raises on every rank what keeps rank 0 from writing.
     """
     weights = gather_weights(model, dtype=model.dtype, ranks=ranks)
-    problem = None
-    if ranks.is_first:
-        try:
-            write_version(run, weights, version=version, step=step, keep=keep)
-        except OSError as err:
-            problem = str(err)
-    problem = ranks.broadcast(problem)
-    if problem is not None:
-        raise OSError(problem)
+    on_first(ranks, lambda: write_version(run, weights, version=version, step=step, keep=keep))
 
 
 def write_version(
@@ -47,7 +41,7 @@ def write_version(
             write=lambda directory: _fill(run, weights, directory),
         )
     except OSError as err:
-        raise OSError(f"policy version {version} couldn't be published: {err}") from err
+        raise DiskError.of(err, f"policy version {version} couldn't be published") from err
     keep_newest(run, keep, protect={version})
 
 
@@ -63,7 +57,7 @@ def write_export(
             write=lambda directory: _fill(run, weights, directory),
         )
     except OSError as err:
-        raise OSError(f"model couldn't be exported to {target}: {err}") from err
+        raise DiskError.of(err, f"model couldn't be exported to {target}") from err
 
 
 def _fill(run: Run, weights: dict[str, Tensor], directory: Path) -> None:

@@ -31,9 +31,9 @@ from prorl_hpc.learner.reset import ResetState, state_to_json
 from prorl_hpc.learner.shared import Client, SharedClient
 from prorl_hpc.learner.stages import check_stages
 from prorl_hpc.learner.step import Stepper
+from prorl_hpc.learner.together import on_all, on_first
 from prorl_hpc.learner.train import Loop
 from prorl_hpc.learner.warmup import prepare_start
-from prorl_hpc.policy import discard_newer
 from prorl_hpc.recipe import Recipe, load_recipe
 from prorl_hpc.run import Run
 
@@ -134,7 +134,9 @@ def train(
     try:
         if recipe.learner.deterministic:
             use_determinism(ranks.device)
-        _prepare(recipe, run, ranks=ranks)
+        stopped = _prepare(recipe, run, ranks=ranks, stop_reason=stop_reason)
+        if stopped is not None:
+            return stopped
         loop, resumed = build_loop(
             recipe, run, ranks=ranks, connect=connect, read=read, stop_reason=stop_reason
         )
@@ -149,17 +151,14 @@ def train(
             leave(ranks)
 
 
-def _prepare(recipe: Recipe, run: Run, *, ranks: Ranks) -> None:
-    """Rank 0 makes the starting policy; what goes wrong there is raised on every rank."""
-    problem: Exception | None = None
-    if ranks.is_first:
-        try:
-            prepare_start(recipe, run, device=ranks.device)
-        except (HpcError, OSError) as err:
-            problem = err
-    problem = ranks.broadcast(problem)
-    if problem is not None:
-        raise problem
+def _prepare(
+    recipe: Recipe, run: Run, *, ranks: Ranks, stop_reason: Callable[[], str | None]
+) -> str | None:
+    """Rank 0 makes the starting policy; why it was stopped before it had one, else None."""
+    return on_first(
+        ranks,
+        lambda: prepare_start(recipe, run, device=ranks.device, stop_reason=stop_reason),
+    )
 
 
 def build_loop(
@@ -174,21 +173,32 @@ def build_loop(
     """The loop at its newest checkpoint (true), or at step 0 with version 0 published (false)."""
     started = time.monotonic()
     torch.manual_seed(recipe.seed)
-    stepper = _build_stepper(recipe, run, ranks=ranks)
+    stepper = on_all(ranks, lambda: _build_stepper(recipe, run, ranks=ranks))
     found = load_newest(run, ranks=ranks, report=log)
     if found is None:
         state = _begin(run, stepper)
     else:
         path, state = found
-        _resume(run, stepper, path=path, state=state)
+        _resume(stepper, path=path, state=state)
     ranks.barrier()
     if ranks.is_first:
         where = "starting" if found is None else f"resuming at step {state.step}"
         log(f"{where} on {ranks.world} ranks after {time.monotonic() - started:.1f} s")
     is_over = state.decided_step >= state.step >= recipe.steps
-    client = None
-    if ranks.is_first:
+    outputs = Outputs(
+        run=run,
+        config=recipe.learner,
+        ranks=ranks,
+        stopping=lambda: stop_reason() is not None,
+    )
+    made: list[tuple[Client, Recorder]] = []
+
+    def make() -> None:
         client = SharedClient(connect(patience_seconds=patience(recipe, is_over=is_over)))
+        made.append((client, Recorder(run, space=outputs.space)))
+
+    on_first(ranks, make)
+    client, recorder = made[0] if made else (None, None)
     loop = Loop(
         recipe=recipe,
         run=run,
@@ -197,8 +207,8 @@ def build_loop(
         state=state,
         client=client,  # type: ignore[arg-type]
         read=read,  # type: ignore[arg-type]
-        recorder=Recorder(run) if ranks.is_first else None,  # type: ignore[arg-type]
-        outputs=Outputs(run=run, config=recipe.learner, ranks=ranks),
+        recorder=recorder,  # type: ignore[arg-type]
+        outputs=outputs,
         stop_reason=stop_reason,
     )
     return loop, found is not None
@@ -228,14 +238,12 @@ def _begin(run: Run, stepper: Stepper) -> LearnerState:
     ranks = stepper.ranks
     if stepper.objective.needs_reference:
         stepper.reference = Reference.of(stepper.model, index=0, step=0, ranks=ranks)
-    if ranks.is_first:
-        discard_newer(run, 0)
-        publish_start(run)
+    on_first(ranks, lambda: publish_start(run))
     return _first_state()
 
 
-def _resume(run: Run, stepper: Stepper, *, path: Path, state: LearnerState) -> None:
-    """Fills the stepper from a checkpoint; versions of a lost history go."""
+def _resume(stepper: Stepper, *, path: Path, state: LearnerState) -> None:
+    """Fills the stepper from a checkpoint."""
     ranks, needs_reference = stepper.ranks, stepper.objective.needs_reference
     stepper.reference = restore(
         path,
@@ -249,8 +257,6 @@ def _resume(run: Run, stepper: Stepper, *, path: Path, state: LearnerState) -> N
         # The coefficient was 0 before: the reference begins here.
         index = int(state.reset.get("num_resets", 0))
         stepper.reference = Reference.of(stepper.model, index=index, step=state.step, ranks=ranks)
-    if ranks.is_first:
-        discard_newer(run, state.step + state.roll_backs)
 
 
 def _first_state() -> LearnerState:

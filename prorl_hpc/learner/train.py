@@ -24,6 +24,8 @@ from prorl_hpc.learner.collect import Batch, Collector
 from prorl_hpc.learner.decide import Deciding
 from prorl_hpc.learner.filtering import EffectiveSamples
 from prorl_hpc.learner.record import log
+from prorl_hpc.learner.together import on_first
+from prorl_hpc.policy import discard_newer
 
 BUFFER_STOPS = "the buffer is stopping"
 
@@ -47,17 +49,24 @@ class Loop(Deciding):
                 self.state, version=self._version_of(self.state.step)
             )
             self._publish()
+            self.outputs.settle()
+        on_first(self.ranks, lambda: self._announce(resumed=resumed))
+        self.announced = self.ranks.is_first
+
+    def _announce(self, *, resumed: bool) -> None:
+        """Rank 0. Versions of a lost history go once `latest` names one that stays."""
+        state = self.state
+        discard_newer(self.run, state.version)
         self._tell(
             lambda: self.client.announce(
-                self.state.version,
-                consumed=self.state.consumed,
+                state.version,
+                consumed=state.consumed,
                 filtered=self._filtered(),
-                step=self.state.step,
+                step=state.step,
             )
         )
-        self.announced = self.ranks.is_first
         if resumed:
-            self._tell(lambda: self.client.checkpointed(self.state.step, self.state.consumed))
+            self._tell(lambda: self.client.checkpointed(state.step, state.consumed))
         self._progress()
 
     def train(self) -> str:
@@ -101,9 +110,8 @@ class Loop(Deciding):
         if self._all_stepped:
             decided = self.state.decided_step >= self.state.step
             gone = self.ranks.broadcast(self.lost is not None and stopped is None)
-            if gone and not decided and self.ranks.is_first:
-                self.recorder.event("validation_left_out", step=self.state.step, reason=reason)
-                log(f"all steps are done; the last validation is left out: {reason}")
+            if gone and not decided:
+                on_first(self.ranks, lambda: self._leave_validation_out(reason))
             if decided or gone:
                 return self._finish()
         self._checkpoint()
@@ -112,10 +120,19 @@ class Loop(Deciding):
             raise self.lost
         return stopped or reason
 
+    def _leave_validation_out(self, reason: str) -> None:
+        self.recorder.event("validation_left_out", step=self.state.step, reason=reason)
+        log(f"all steps are done; the last validation is left out: {reason}")
+
     def _finish(self) -> str:
         self._checkpoint()
         self.outputs.settle()
-        self._tell(lambda: self.client.finish(f"all {self.recipe.steps} steps are done"))
+        on_first(
+            self.ranks,
+            lambda: self._tell(
+                lambda: self.client.finish(f"all {self.recipe.steps} steps are done")
+            ),
+        )
         if self.lost is not None:
             log(f"the buffer couldn't be told that all steps are done: {self.lost}")
         return "done"
@@ -125,8 +142,7 @@ class Loop(Deciding):
     def _step(self) -> bool:
         """Collects and trains one batch; False when the learner is to stop instead."""
         started = time.monotonic()
-        mine = self._asking(self._next_batch) if self.ranks.is_first else None
-        batch = self.ranks.broadcast(mine)
+        batch = on_first(self.ranks, lambda: self._asking(self._next_batch))
         if batch is None:
             return False
         state = self.state
@@ -194,25 +210,25 @@ class Loop(Deciding):
 
     def _after_step(self, metrics: dict[str, float], batch: Batch, *, started: float) -> None:
         begun = time.monotonic()
+        self.outputs.check()
         published_now = self.state.version == self._version_of(self.state.step)
         if published_now or self._export_due:
             self._publish(publish=published_now)
         published = time.monotonic()
         if self._checkpoint_due(self.state.step):
             self._checkpoint()
+        saved = time.monotonic()
+        metrics = metrics | {
+            "publish_seconds": published - begun,
+            "checkpoint_seconds": saved - published,
+            "step_seconds": saved - started,
+        }
+        on_first(self.ranks, lambda: self._record(metrics, batch))
+
+    def _record(self, metrics: dict[str, float], batch: Batch) -> None:
         if self.ahead is None:
             self._tell(lambda: self.client.filtered(self._filtered()))
-        if self.ranks.is_first:
-            self.recorder.step(
-                self.state,
-                metrics
-                | {
-                    "publish_seconds": published - begun,
-                    "checkpoint_seconds": time.monotonic() - published,
-                    "step_seconds": time.monotonic() - started,
-                },
-                batch.tasks,
-            )
+        self.recorder.step(self.state, metrics, batch.tasks)
         self._progress()
 
     def _idle_complaint(self, has_samples: bool) -> str:

@@ -119,6 +119,30 @@ def test_two_ranks_train_as_one_and_take_over_from_each_other(tmp_path: Path) ->
 
 
 @pytest.mark.process
+def test_what_one_rank_cannot_do_ends_both_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second rank's error is the first one's too, which would wait for an hour else."""
+    monkeypatch.setenv("TEST_BLIND_RANK", "1")
+    run = make_run(tmp_path / "run", short_recipe())
+    port = free_port()
+    ranks = [start(run, rank=rank, world=2, port=port, stop_after=10_000) for rank in range(2)]
+    try:
+        outputs = [rank.communicate(timeout=DEADLINE_SECONDS)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            if rank.poll() is None:
+                rank.kill()
+                rank.wait()
+    assert [rank.returncode for rank in ranks] == [1, 1]
+    for output in outputs:
+        assert "checkpoint of step 2 couldn't be written" in output
+        assert "Input/output error" in output
+    assert "rank 1: " in outputs[0]
+    assert list(run.checkpoints.iterdir()) == []
+
+
+@pytest.mark.process
 def test_a_killed_rank_ends_the_others(tmp_path: Path) -> None:
     """The launcher gives up on a rank's death and asks for another attempt."""
     from prorl_hpc.learner import launch
