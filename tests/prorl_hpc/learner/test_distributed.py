@@ -55,8 +55,8 @@ def start(run: Run, *, rank: int, world: int, port: int, stop_after: int) -> sub
     )
 
 
-def train_with(run: Run, world: int, *, stop_after: int = 10_000) -> str:
-    """Runs to the end (or the stop) on so many ranks; the last line of rank 0."""
+def run_ranks(run: Run, world: int, *, stop_after: int = 10_000) -> list[tuple[int, str]]:
+    """Runs to the end (or the stop) on so many ranks; code and output of each."""
     reserved = reserve_port("127.0.0.1")
     port = int(reserved.getsockname()[1])
     ranks = [
@@ -71,9 +71,15 @@ def train_with(run: Run, world: int, *, stop_after: int = 10_000) -> str:
                 rank.kill()
                 rank.wait()
         reserved.close()
-    for rank, output in zip(ranks, outputs, strict=True):
-        assert rank.returncode == 0, output
-    return outputs[0].strip().splitlines()[-1]
+    return [(rank.returncode, output) for rank, output in zip(ranks, outputs, strict=True)]
+
+
+def train_with(run: Run, world: int, *, stop_after: int = 10_000) -> str:
+    """Runs to the end (or the stop) on so many ranks; the last line of rank 0."""
+    ends = run_ranks(run, world, stop_after=stop_after)
+    for code, output in ends:
+        assert code == 0, output
+    return ends[0][1].strip().splitlines()[-1]
 
 
 def final(run: Run) -> dict[str, torch.Tensor]:
@@ -125,16 +131,8 @@ def test_what_one_rank_cannot_do_ends_both_at_once(
     """The second rank's error is the first one's too, which would wait for an hour else."""
     monkeypatch.setenv("TEST_BLIND_RANK", "1")
     run = make_run(tmp_path / "run", short_recipe())
-    port = free_port()
-    ranks = [start(run, rank=rank, world=2, port=port, stop_after=10_000) for rank in range(2)]
-    try:
-        outputs = [rank.communicate(timeout=DEADLINE_SECONDS)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            if rank.poll() is None:
-                rank.kill()
-                rank.wait()
-    assert [rank.returncode for rank in ranks] == [1, 1]
+    codes, outputs = zip(*run_ranks(run, 2), strict=True)
+    assert codes == (1, 1)
     for output in outputs:
         assert "checkpoint of step 2 couldn't be written" in output
         assert "Input/output error" in output
