@@ -69,6 +69,14 @@ class StalePolicy(StrEnum):
     correct = "correct"
 
 
+class CurriculumKind(StrEnum):
+    """How the instances of training groups are chosen (prorl_hpc.buffer.opening)."""
+
+    none = "none"
+    solve_rate = "solve_rate"
+    bandit = "bandit"
+
+
 class EngineKind(StrEnum):
     """Inference engines."""
 

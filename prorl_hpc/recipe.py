@@ -19,6 +19,7 @@ from prorl_hpc.choices import (
     AgentKind,
     Aggregation,
     Correction,
+    CurriculumKind,
     EngineKind,
     EnvironmentKind,
     Estimator,
@@ -225,8 +226,9 @@ class BufferConfig:
     max_infrastructure_retries: int = 3
     peer_seconds: float = 3600.0
     """Without a learner or any rollout node for so long, the run ends and says who was missing."""
-    curriculum: bool = False
-    """Pass over most instances that were always, or never, solved when they last came up."""
+    curriculum: CurriculumKind = CurriculumKind.none
+    """Which instances come up: `none`, all alike; `solve_rate` passes over most that were always,
+    or never, solved when they last came up; `bandit` learns which ones teach (extra `bandit`)."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -306,6 +308,7 @@ def load_recipe(path: Path) -> Recipe:
     wrong = unknown_key(data, Recipe)
     if wrong is not None:
         raise RecipeError(f"{path.name}: {wrong}")
+    _modernise(data)
     try:
         recipe = msgspec.convert(data, Recipe, strict=False)
     except msgspec.ValidationError as err:
@@ -314,6 +317,13 @@ def load_recipe(path: Path) -> Recipe:
         site_of(recipe)
     check(recipe)
     return recipe
+
+
+def _modernise(data: object) -> None:
+    """Frozen recipes of earlier versions only say whether there is a curriculum."""
+    buffer = data.get("buffer") if isinstance(data, dict) else None
+    if isinstance(buffer, dict) and isinstance(buffer.get("curriculum"), bool):
+        buffer["curriculum"] = "solve_rate" if buffer["curriculum"] else "none"
 
 
 def dump_recipe(recipe: Recipe) -> str:

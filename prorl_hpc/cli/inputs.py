@@ -2,12 +2,14 @@
 
 import dataclasses
 import difflib
+import importlib.util
 import json
 import os
 import re
 from pathlib import Path
 
 from hpc.errors import UserError
+from prorl_hpc.choices import CurriculumKind
 from prorl_hpc.cli.runs import run_root as runs_root
 from prorl_hpc.recipe import ModelConfig, Recipe, RecipeError
 
@@ -56,6 +58,7 @@ def localise(recipe: Recipe) -> Recipe:
 
 def check_inputs(recipe: Recipe) -> list[str]:
     """Raises RecipeError for what no job could work with; returns what only a real submit needs."""
+    _check_bandit(recipe)
     notes = _check_model(recipe.model)
     for name, task in recipe.tasks.items():
         check_kind(name, task.kind)
@@ -64,6 +67,22 @@ def check_inputs(recipe: Recipe) -> list[str]:
             if path is not None:
                 _check_data(f"tasks.{name}.{label}", Path(path))
     return notes
+
+
+def _check_bandit(recipe: Recipe) -> None:
+    """The buffer's job runs in the environment that submits it."""
+    if recipe.buffer.curriculum is CurriculumKind.bandit and not _installed("vowpalwabbit"):
+        raise RecipeError(
+            "buffer.curriculum=bandit needs the package vowpalwabbit, which isn't installed; pip "
+            "install 'prorl-hpc[bandit]', or choose buffer.curriculum=solve_rate"
+        )
+
+
+def _installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ValueError:  # what a module that was taken away leaves behind
+        return False
 
 
 def check_kind(name: str, kind: str) -> None:

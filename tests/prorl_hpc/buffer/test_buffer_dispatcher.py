@@ -12,6 +12,7 @@ from prorl_hpc.buffer.dispatcher import Admission, Dispatcher
 from prorl_hpc.buffer.manifest import Chosen, Closed, Dropped, Limit, Line, Shard
 from prorl_hpc.buffer.messages import VALIDATION_BASE, Claim, GroupIds
 from prorl_hpc.buffer.mixture import Mixture, TaskShare, permuted
+from prorl_hpc.choices import CurriculumKind
 from prorl_hpc.records import Kind, Lease, Outcome
 from tests.prorl_hpc.buffer.buffer_helpers import make_config, make_trajectory, produce
 
@@ -301,7 +302,7 @@ def test_a_superseded_validation_is_taken_up_again_when_a_resumed_learner_asks()
 def test_the_curriculum_passes_over_what_teaches_nothing_and_remembers_it() -> None:
     config: dict[str, object] = {
         "tasks": {"sums": TaskShare(weight=1.0, train_size=6)},
-        "curriculum": True,
+        "curriculum": CurriculumKind.solve_rate,
         "deterministic": True,
         "max_staleness": 0,
         "batch_groups": 6,
