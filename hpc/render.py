@@ -21,10 +21,13 @@ _SETUP = (
     "",
     "# ---- What this site needs first ----",
     "# A line that fails ends the job; what fails inside a sourced file is that file's business.",
-    (
-        """trap '[ ${#BASH_SOURCE[@]} -gt 1 ] || """
-        """{ "$python" -m hpc.start refuse "$(sed -n "${LINENO}p" "$0")"; exit 2; }' ERR"""
-    ),
+    "# shellcheck disable=SC2329 # the trap calls it",
+    "setup_failed() {",
+    "    [ ${#BASH_SOURCE[@]} -le 2 ] || return 0",
+    '    "$python" -m hpc.start refuse "$script" "$(sed -n "${1}p" "$0")"',
+    "    exit 2",
+    "}",
+    "trap 'setup_failed $LINENO' ERR",
 )
 
 

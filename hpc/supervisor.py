@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 
 from hpc import ledger, slurm
 from hpc.attempts import Next, restart_delay_seconds
+from hpc.context import LOCAL
 from hpc.groups import Guardian, kill_group, start_guardian
 from hpc.plan import Job, Plan
 from hpc.prepare import finished_indexes, indexes_of, peers, unfinished
 from hpc.rundir import RunDirectory
 from hpc.site import Site
-from hpc.start import LOCAL
 from hpc.task import Phase, Task, outcome, record_cancel, unrecorded
 from hpc.wakeup import Wakeup
 

@@ -13,11 +13,11 @@ import pytest
 from hpc import groups, ledger, local, status, submit
 from hpc import supervisor as supervisor_module
 from hpc.errors import PlanError, RunNotFound, SubmitError
+from hpc.journal import claim_attempt
 from hpc.plan import Job
 from hpc.prepare import prepare
 from hpc.rundir import RunDirectory
 from hpc.site import Site
-from hpc.start import claim_attempt
 from hpc.supervisor import Supervisor
 from hpc.task import Phase as TaskPhase
 from hpc.task import Task
