@@ -77,6 +77,23 @@ class CurriculumKind(StrEnum):
     bandit = "bandit"
 
 
+class Attention(StrEnum):
+    """Attention over packed documents (prorl_hpc.learner.attention)."""
+
+    auto = "auto"
+    documents = "documents"
+    sdpa = "sdpa"
+    flex_attention = "flex_attention"
+    flash_attention_2 = "flash_attention_2"
+
+
+class ReferencePlacement(StrEnum):
+    """Where the reference's weights live."""
+
+    device = "device"
+    cpu = "cpu"
+
+
 class EngineKind(StrEnum):
     """Inference engines."""
 

@@ -50,6 +50,7 @@ POSITIVE = (
     "learner.tokens_per_micro_batch",
     "learner.walltime_minutes",
     "model.context_tokens",
+    "model.lora.alpha",
     "rollout.cpus_per_node",
     "rollout.engine.max_batch",
     "rollout.engine.request_seconds",

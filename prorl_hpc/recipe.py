@@ -18,6 +18,7 @@ from hpc.site import Site
 from prorl_hpc.choices import (
     AgentKind,
     Aggregation,
+    Attention,
     Correction,
     CurriculumKind,
     EngineKind,
@@ -25,6 +26,7 @@ from prorl_hpc.choices import (
     Estimator,
     KlEstimator,
     KlPlace,
+    ReferencePlacement,
     StalePolicy,
     Surrogate,
 )
@@ -32,6 +34,18 @@ from prorl_hpc.choices import (
 
 class RecipeError(UserError, ValueError):
     """A recipe that can't work; the message names the key, the value and what to do."""
+
+
+@dataclass(kw_only=True, slots=True)
+class LoraConfig:
+    """Low-rank adapters instead of all weights (prorl_hpc.learner.lora)."""
+
+    rank: int = 0
+    """0: all weights are trained."""
+    alpha: float = 32.0
+    """The adapter's product is scaled by alpha / rank."""
+    targets: list[str] = field(default_factory=list)
+    """Linear layers by their last name, e.g. `q_proj`; empty: all but the head."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -47,8 +61,10 @@ class ModelConfig:
     dtype: str = "float32"
     """Compute type: `float32` or `bfloat16`; master weights and reductions are float32."""
     context_tokens: int = 8192
-    attention: str = "auto"
+    attention: Attention = Attention.auto
+    """`auto`: flash-attn's kernel on GPUs that have it, else `documents`."""
     activation_checkpointing: bool = False
+    lora: LoraConfig = field(default_factory=LoraConfig)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -249,6 +265,8 @@ class LearnerConfig:
     deterministic: bool = False
     """Batches in group order and staleness 0: the same recipe gives the same weights."""
     head_chunk_tokens: int = 4096
+    reference_placement: ReferencePlacement = ReferencePlacement.device
+    """`cpu`: the reference's shards wait in main memory between two scorings."""
     batch_seconds: float = 7200.0
     """No batch for so long: the learner releases its GPUs and says what it waited for."""
     export_every_steps: int | None = None

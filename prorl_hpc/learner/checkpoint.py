@@ -25,9 +25,10 @@ from torch import Tensor
 from hpc.errors import HpcError
 from hpc.files import aside, publish, replace_directory
 from prorl_hpc.buffer.messages import GroupIds
+from prorl_hpc.choices import ReferencePlacement
 from prorl_hpc.learner.distributed import Ranks
 from prorl_hpc.learner.filtering import EffectiveSamples
-from prorl_hpc.learner.model import PolicyModel, reshard
+from prorl_hpc.learner.model import PolicyModel, copy_to_memory, reshard
 from prorl_hpc.learner.reference import Reference, ReferenceIdentity
 from prorl_hpc.learner.space import DiskError
 from prorl_hpc.learner.tensors import load_tensors, save_tensors
@@ -94,24 +95,9 @@ def snapshot(
 ) -> dict[str, Tensor]:
     """A copy of this rank's tensors in main memory, which training doesn't change any more."""
     return {
-        name: _copy(tensor, ranks=ranks)
+        name: copy_to_memory(tensor, ranks=ranks)
         for name, tensor in _tensors(model, optimizer, reference).items()
     }
-
-
-def _copy(tensor: Tensor, *, ranks: Ranks) -> Tensor:
-    from torch.distributed.tensor import DTensor
-
-    if not isinstance(tensor, DTensor):
-        return tensor.detach().to("cpu", copy=True)
-    return DTensor.from_local(
-        tensor.to_local().detach().to("cpu", copy=True),
-        ranks.memory,
-        tensor.placements,
-        run_check=False,
-        shape=tensor.shape,
-        stride=tensor.stride(),
-    )
 
 
 def save_checkpoint(
@@ -233,6 +219,7 @@ def restore(
     optimizer: torch.optim.Optimizer,
     with_reference: bool,
     ranks: Ranks,
+    placement: ReferencePlacement = ReferencePlacement.device,
 ) -> Reference | None:
     """Fills model and optimizer from a checkpoint, for this number of ranks; returns its reference.
 
@@ -247,8 +234,7 @@ def restore(
             }
     reference = None
     if state.reference is not None and with_reference:
-        empty = {name: torch.zeros_like(p.detach()) for name, p in model.named_weights()}
-        reference = Reference(empty, state.reference)
+        reference = Reference.blank(model, state.reference, ranks=ranks, placement=placement)
     load_tensors(_tensors(model, optimizer, reference), path / TENSORS, ranks=ranks)
     reshard(model)
     if state.rng:

@@ -13,7 +13,6 @@ from prorl_hpc.learner.checkpoint import load_policy
 from prorl_hpc.learner.loop import LoopState
 from prorl_hpc.learner.model import load_weights
 from prorl_hpc.learner.record import log
-from prorl_hpc.learner.reference import Reference
 from prorl_hpc.learner.reset import (
     Observation,
     ResetDecision,
@@ -87,10 +86,7 @@ class Deciding(LoopState):
             self._roll_back(decision.roll_back_step)
         if decision.reset_optimizer:
             stepper.optimizer.state.clear()
-        if stepper.objective.needs_reference:
-            stepper.reference = Reference.of(
-                stepper.model, index=decision.reset_index, step=decision.step, ranks=self.ranks
-            )
+        stepper.renew_reference(index=decision.reset_index, step=decision.step)
         on_first(self.ranks, lambda: self.recorder.reset(decision))
 
     def _roll_back(self, step: int) -> None:

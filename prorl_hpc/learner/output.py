@@ -24,7 +24,7 @@ from prorl_hpc.learner.checkpoint import (
     write_checkpoint,
 )
 from prorl_hpc.learner.distributed import Ranks
-from prorl_hpc.learner.model import PolicyModel, gather_weights
+from prorl_hpc.learner.model import PolicyModel, gather_adapter, gather_weights
 from prorl_hpc.learner.publish import write_export, write_version
 from prorl_hpc.learner.record import log
 from prorl_hpc.learner.reference import Reference
@@ -78,13 +78,16 @@ class Outputs:
         """Publishes and exports the model, as asked; `then` runs on rank 0 once it is published."""
         self._settle(self._policies)
         weights = gather_weights(model, dtype=model.dtype, ranks=self.ranks)
+        adapter = gather_adapter(model, ranks=self.ranks)
 
         def write() -> None:
             if publish:
                 keep = self.config.keep_policies
                 self.space.write(
                     f"policy version {version}",
-                    lambda: write_version(self.run, weights, version=version, step=step, keep=keep),
+                    lambda: write_version(
+                        self.run, weights, version=version, step=step, keep=keep, adapter=adapter
+                    ),
                 )
                 then()
             if export:
@@ -92,7 +95,12 @@ class Outputs:
                 self.space.write(
                     f"export of step {step}",
                     lambda: write_export(
-                        self.run, weights, version=version, step=step, target=target
+                        self.run,
+                        weights,
+                        version=version,
+                        step=step,
+                        target=target,
+                        adapter=adapter,
                     ),
                 )
 

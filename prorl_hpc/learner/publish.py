@@ -7,7 +7,9 @@ from pathlib import Path
 from torch import Tensor
 
 from prorl_hpc.learner.distributed import Ranks
-from prorl_hpc.learner.model import PolicyModel, gather_weights
+from prorl_hpc.learner.lora import DIRECTORY as ADAPTER_DIRECTORY
+from prorl_hpc.learner.lora import Adapter
+from prorl_hpc.learner.model import PolicyModel, gather_adapter, gather_weights
 from prorl_hpc.learner.space import DiskError
 from prorl_hpc.learner.together import on_first
 from prorl_hpc.learner.weights import INDEX, SINGLE, save_weights
@@ -23,11 +25,21 @@ def publish_version(
     Raises on every rank what keeps rank 0 from writing.
     """
     weights = gather_weights(model, dtype=model.dtype, ranks=ranks)
-    on_first(ranks, lambda: write_version(run, weights, version=version, step=step, keep=keep))
+    adapter = gather_adapter(model, ranks=ranks)
+    on_first(
+        ranks,
+        lambda: write_version(run, weights, version=version, step=step, keep=keep, adapter=adapter),
+    )
 
 
 def write_version(
-    run: Run, weights: dict[str, Tensor], *, version: int, keep: int, step: int | None = None
+    run: Run,
+    weights: dict[str, Tensor],
+    *,
+    version: int,
+    keep: int,
+    step: int | None = None,
+    adapter: Adapter | None = None,
 ) -> None:
     """Publishes gathered weights as `version` of `step` (the version's number unless given).
 
@@ -38,7 +50,7 @@ def write_version(
             run,
             version=version,
             step=version if step is None else step,
-            write=lambda directory: _fill(run, weights, directory),
+            write=lambda directory: _fill(run, weights, adapter, directory),
         )
     except OSError as err:
         raise DiskError.of(err, f"policy version {version} couldn't be published") from err
@@ -46,7 +58,13 @@ def write_version(
 
 
 def write_export(
-    run: Run, weights: dict[str, Tensor], *, version: int, step: int, target: Path
+    run: Run,
+    weights: dict[str, Tensor],
+    *,
+    version: int,
+    step: int,
+    target: Path,
+    adapter: Adapter | None = None,
 ) -> None:
     """Writes gathered weights to a directory that no clean-up touches. Raises OSError."""
     try:
@@ -54,15 +72,18 @@ def write_export(
             target,
             version=version,
             step=step,
-            write=lambda directory: _fill(run, weights, directory),
+            write=lambda directory: _fill(run, weights, adapter, directory),
         )
     except OSError as err:
         raise DiskError.of(err, f"model couldn't be exported to {target}") from err
 
 
-def _fill(run: Run, weights: dict[str, Tensor], directory: Path) -> None:
+def _fill(run: Run, weights: dict[str, Tensor], adapter: Adapter | None, directory: Path) -> None:
     copy_companions(run.model_start, directory)
     save_weights(weights, directory)
+    if adapter is not None:
+        # Below, so that what loads the merged model doesn't take it for a part of it.
+        adapter.write(directory / ADAPTER_DIRECTORY, base=run.model_start)
 
 
 def publish_start(run: Run) -> None:

@@ -26,7 +26,6 @@ from prorl_hpc.learner.optimizer import build_optimizer
 from prorl_hpc.learner.output import Outputs
 from prorl_hpc.learner.publish import publish_start
 from prorl_hpc.learner.record import Recorder, log
-from prorl_hpc.learner.reference import Reference
 from prorl_hpc.learner.reset import ResetState, state_to_json
 from prorl_hpc.learner.shared import Client, SharedClient
 from prorl_hpc.learner.stages import check_stages
@@ -230,33 +229,32 @@ def _build_stepper(recipe: Recipe, run: Run, *, ranks: Ranks) -> Stepper:
         objective=objective_config(recipe.algorithm, max_new_tokens=recipe.rollout.max_new_tokens),
         ranks=ranks,
         tokens_per_micro_batch=recipe.learner.tokens_per_micro_batch,
+        reference_placement=recipe.learner.reference_placement,
     )
 
 
 def _begin(run: Run, stepper: Stepper) -> LearnerState:
     """Step 0: the starting policy is version 0, and the reference."""
-    ranks = stepper.ranks
-    if stepper.objective.needs_reference:
-        stepper.reference = Reference.of(stepper.model, index=0, step=0, ranks=ranks)
-    on_first(ranks, lambda: publish_start(run))
+    stepper.renew_reference(index=0, step=0)
+    on_first(stepper.ranks, lambda: publish_start(run))
     return _first_state()
 
 
 def _resume(stepper: Stepper, *, path: Path, state: LearnerState) -> None:
     """Fills the stepper from a checkpoint."""
-    ranks, needs_reference = stepper.ranks, stepper.objective.needs_reference
     stepper.reference = restore(
         path,
         state,
         model=stepper.model,
         optimizer=stepper.optimizer,
-        with_reference=needs_reference,
-        ranks=ranks,
+        with_reference=stepper.objective.needs_reference,
+        ranks=stepper.ranks,
+        placement=stepper.reference_placement,
     )
-    if needs_reference and stepper.reference is None:
+    if stepper.reference is None:
         # The coefficient was 0 before: the reference begins here.
         index = int(state.reset.get("num_resets", 0))
-        stepper.reference = Reference.of(stepper.model, index=index, step=state.step, ranks=ranks)
+        stepper.renew_reference(index=index, step=state.step)
 
 
 def _first_state() -> LearnerState:

@@ -7,6 +7,7 @@ engine and every later attempt starts from. Knows tasks and tokenizers; no buffe
 import hashlib
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from prorl_hpc.learner.space import SpaceWait
 from prorl_hpc.learner.teach import Teacher
 from prorl_hpc.learner.weights import save_weights
 from prorl_hpc.policy import PolicyError, publish_directory, verify_policy
-from prorl_hpc.recipe import Recipe
+from prorl_hpc.recipe import LoraConfig, Recipe
 from prorl_hpc.run import Run
 
 
@@ -122,7 +123,9 @@ def _publish_taught(
     stop_reason: Callable[[], str | None],
 ) -> str | None:
     ranks = Ranks(rank=0, world=1, device=device)
-    model = build_policy(bare, recipe.model, ranks=ranks, chunk_tokens=4096)
+    # Demonstrations teach all weights: what they make is the base that adapters begin from.
+    whole = replace(recipe.model, lora=LoraConfig())
+    model = build_policy(bare, whole, ranks=ranks, chunk_tokens=4096)
     space = SpaceWait(
         limit_seconds=recipe.learner.batch_seconds,
         stopping=lambda: stop_reason() is not None,

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from hpc.endpoints import reserve_port
+from prorl_hpc.choices import ReferencePlacement
 from prorl_hpc.learner import session
 from prorl_hpc.learner.checkpoint import read_state
 from prorl_hpc.learner.distributed import Ranks, RanksError, join
@@ -105,6 +106,7 @@ def test_two_ranks_train_as_one_and_take_over_from_each_other(tmp_path: Path) ->
     together = make_run(tmp_path / "two", beside)
     assert train_with(together, 2) == "done"
     assert read_state(together.checkpoint(6)).world == 2
+    beside.learner.reference_placement = ReferencePlacement.cpu
     mixed = make_run(tmp_path / "mixed", beside)
     assert train_with(mixed, 2, stop_after=8) != "done"
     left = iter(range(6))
