@@ -87,7 +87,7 @@ class CodeTask:
             image=sandboxes.image_of(instance.instance_id),
             directory=WORK,
             variables={"PYTHONDONTWRITEBYTECODE": "1", "PYTHONHASHSEED": "0", "LC_ALL": "C.UTF-8"},
-            limits=LIMITS,
+            limits=sandboxes.limits,
             accept_missing=sandboxes.accept_missing,
         )
 
@@ -215,7 +215,7 @@ def make_code(name: str, config: TaskConfig, seed: int) -> CodeTask:  # noqa: AR
             f"num_tests={num_tests} at least 1"
         )
     settings = Settings(
-        sandboxes=read_sandboxes(name, config, default_image="code"),
+        sandboxes=read_sandboxes(name, config, default_image="code", limits=LIMITS),
         seconds_per_test=seconds,
         num_tests=num_tests,
         all_or_nothing=reward == "all",

@@ -2,7 +2,8 @@
 
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,11 @@ from hpc.errors import ImageError
 from hpc.images import ImageStore
 from hpc.isolation import Feature
 from prorl_hpc.choices import EnvironmentKind
-from prorl_hpc.environment.base import Backend
+from prorl_hpc.environment.base import Backend, Limits
 from prorl_hpc.recipe import TaskConfig
 from prorl_hpc.tasks.base import TaskError
 
-OPTIONS = frozenset({"image", "images", "accept_missing"})
+OPTIONS = frozenset({"image", "images", "accept_missing", "limits"})
 """What every task with a sandbox understands."""
 
 
@@ -29,6 +30,8 @@ class Sandboxes:
     default_image: str
     images: Path | None
     accept_missing: frozenset[Feature]
+    limits: Limits
+    """Of each environment."""
     _found: dict[str, Path | None] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -66,8 +69,10 @@ class Sandboxes:
         return store.path(plain)
 
 
-def read_sandboxes(task: str, config: TaskConfig, *, default_image: str) -> Sandboxes:
-    """The options of a task, checked. Raises TaskError."""
+def read_sandboxes(
+    task: str, config: TaskConfig, *, default_image: str, limits: Limits
+) -> Sandboxes:
+    """The options of a task, checked; `limits` are the kind's own. Raises TaskError."""
     if config.environment not in (EnvironmentKind.apptainer, EnvironmentKind.bubblewrap):
         raise TaskError(
             f"tasks.{task}.environment={config.environment} can't hold untrusted code; choose "
@@ -88,7 +93,28 @@ def read_sandboxes(task: str, config: TaskConfig, *, default_image: str) -> Sand
         default_image=default_image,
         images=Path(str(images)).expanduser().absolute() if images else None,
         accept_missing=accepted,
+        limits=read_limits(task, options.get("limits") or {}, limits),
     )
+
+
+def read_limits(task: str, given: object, limits: Limits) -> Limits:
+    """`limits` with the recipe's own numbers in their place. Raises TaskError."""
+    where = f"tasks.{task}.options.limits"
+    if not isinstance(given, Mapping):
+        raise TaskError(f"{where}={given!r} isn't a mapping like {{memory_bytes: 8589934592}}")
+    known = {one.name for one in fields(Limits)}
+    for name, value in given.items():
+        if name not in known:
+            close = get_close_matches(str(name), known, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"choose of {', '.join(sorted(known))}"
+            raise TaskError(f"{where}.{name} is unknown; {hint}")
+        whole = isinstance(getattr(limits, name), int)
+        if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
+            raise TaskError(f"{where}.{name}={value!r} isn't a{' whole' if whole else ''} number")
+    try:
+        return replace(limits, **given)
+    except ValueError as err:
+        raise TaskError(f"tasks.{task}.options.{err}") from err
 
 
 def check_options(task: str, options: Mapping[str, Any], known: frozenset[str]) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from prorl_hpc.environment.base import (
     Environment,
     EnvironmentSpec,
+    Limits,
     SandboxStartError,
     TransferError,
 )
@@ -108,7 +109,7 @@ class SweTask:
             backend=sandboxes.backend, image=sandboxes.image_of(bug.instance_id, own=bug.image),
             directory=TREE, variables=variables_of(bug), binds=binds,
             prologue=self.settings.prologue if bug.form is Form.swe_bench else "",
-            accept_missing=sandboxes.accept_missing,
+            accept_missing=sandboxes.accept_missing, limits=sandboxes.limits,
         )  # fmt: skip
 
     async def setup(self, instance: Instance, environment: Environment) -> None:
@@ -282,7 +283,7 @@ def settings_of(name: str, config: TaskConfig) -> Settings:
             f"score_timeout_seconds={config.score_timeout_seconds:g}"
         )
     return Settings(
-        sandboxes=read_sandboxes(name, config, default_image="swe"),
+        sandboxes=read_sandboxes(name, config, default_image="swe", limits=Limits()),
         store=InstanceStore(root=store_root(options.get("store"))),
         test_seconds=seconds,
         prologue=TESTBEDS if options.get("prologue") is None else str(options["prologue"]),
