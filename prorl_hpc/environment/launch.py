@@ -118,7 +118,9 @@ def _prepare(
     )  # fmt: skip
     if spec.backend is Backend.apptainer:
         assert features.runtime is not None  # resolve refused otherwise
-        argv = container_argv(features.runtime, launch, features=have)
+        if Feature.overlay not in have and not features.tmpfs_layer:
+            _lay_out(launch, overlay=False)
+        argv = container_argv(features.runtime, launch, features=have, tmpfs=features.tmpfs_layer)
     else:
         assert features.bubblewrap is not None
         _lay_out(launch, overlay=Feature.overlay in have)
@@ -130,12 +132,12 @@ def _prepare(
 
 
 def _lay_out(launch: Launch, *, overlay: bool) -> None:
-    """Makes what bubblewrap binds: overlay directories, or copies of the image's own."""
+    """Makes what is bound: overlay directories, or copies of the image's own."""
     try:
         if launch.image is not None and not launch.image.is_dir():
             raise SandboxStartError(
-                f"image {launch.image} is a file; bubblewrap needs an unpacked directory "
-                f"(apptainer build --sandbox DIRECTORY {launch.image})"
+                f"image {launch.image} is a file; this sandbox needs an unpacked directory "
+                f"(prorl-hpc images unpack, or apptainer build --sandbox DIRECTORY {launch.image})"
             )
         if overlay and launch.image is not None:
             for name in ("upper", "work"):

@@ -668,6 +668,35 @@ async def a_site_that_lacks_a_feature_refuses_or_records(bench: Bench) -> None:
         factory.close()
 
 
+async def the_kernel_limits_it(bench: Bench) -> None:
+    """Only where control groups are delegated: they hold the sandbox, and go with it."""
+    assert bench.factory.features.groups is not None, "no group is delegated"
+    async with bench.open(memory_bytes=128 << 20, num_processes=40) as environment:
+        kind = bench.factory.features.groups.name
+        assert environment.isolation.memory_limit == f"{kind}+rlimit+watchdog"
+        assert environment._scratch is not None
+        groups = processes.groups_of(environment._scratch.path)
+        assert groups
+        assert set(processes.group_members(environment._scratch.path)) >= set(
+            environment._tree.payload() if environment._tree is not None else []
+        )
+        # three of 100 MiB: none is over its own limit, together they are over the group's
+        await environment.put("/tmp/eat.py", (
+            b"import time\nx = bytearray(100 << 20)\n"
+            b"for i in range(0, len(x), 4096): x[i] = 1\ntime.sleep(600)\n"
+        ))  # fmt: skip
+        eat = "python3 /tmp/eat.py"
+        result = await environment.run(f"{eat} & {eat} & {eat} & wait", PATIENCE_SECONDS)
+        assert result.stopped_for is Stop.memory, result
+        await settled(environment)
+        many = "i=0; while [ $i -lt 400 ]; do sleep 600 & i=$((i+1)); done 2>&1; wait"
+        crowd = await environment.run(many, 60.0)
+        assert crowd.stopped_for is Stop.processes or b"fork" in crowd.output.lower(), crowd
+        await settled(environment)
+    assert not any(group.exists() for group in groups)
+    bench.assert_nothing_left()
+
+
 ALL = CHECKS | ISOLATING | DESTRUCTIVE
 
 
@@ -694,7 +723,8 @@ def main(arguments: list[str]) -> None:
     if os.geteuid() == 0 and name in DESTRUCTIVE:
         sys.exit(f"{name} is destructive: run it as an ordinary user")
     with tempfile.TemporaryDirectory(prefix="prorl-check-", dir="/var/tmp") as root:
-        run_check((ALL | APPTAINER)[name], backend=chosen[0], image=chosen[1], root=Path(root))
+        known = ALL | APPTAINER | {"the_kernel_limits_it": the_kernel_limits_it}
+        run_check(known[name], backend=chosen[0], image=chosen[1], root=Path(root))
 
 
 if __name__ == "__main__":
