@@ -30,7 +30,7 @@ class FleetEngine(ABC):
         log_directory: Path | None = None,
         use_ports: bool = False,
     ) -> None:
-        self._owned = OwnedDirectory.make("engine")
+        self._owned: OwnedDirectory | None = OwnedDirectory.make("engine")
         self.directory = self._owned.path
         """Private, removed with the engine."""
         self.pool = HttpPool(
@@ -85,7 +85,9 @@ class FleetEngine(ABC):
     async def close(self) -> None:
         await self.fleet.close()
         await self.pool.close()
-        self._owned.close()
+        owned, self._owned = self._owned, None
+        if owned is not None:
+            owned.close()
 
 
 def check_interpreter(recipe: Recipe, *, holds: str) -> None:

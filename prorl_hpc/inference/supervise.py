@@ -181,8 +181,9 @@ class Fleet:
             task.cancel()
         await asyncio.gather(*self._slots, return_exceptions=True)
         self._slots.clear()
-        if self._sockets is not None:
-            self._sockets.close()
+        sockets, self._sockets = self._sockets, None
+        if sockets is not None:
+            sockets.close()
 
     async def _keep(self, slot: int, told: "asyncio.Future[None]") -> None:
         """One server after another, for ever; `told` hears how the first start went."""

@@ -260,6 +260,10 @@ def test_a_server_that_never_gets_well_is_explained_by_its_own_words(
         with pytest.raises(EngineError, match=f"(?s){words}"):
             await engine.start()
         await engine.close()
+        # Closing again must close nothing that isn't its own any more.
+        number = os.open(os.devnull, os.O_RDONLY)
+        await engine.close()
+        os.close(number)
 
     run(check())
 
