@@ -33,6 +33,14 @@ LONGEST_BACKOFF_SECONDS = 120.0
 POLL_SECONDS = 0.2
 
 
+MAX_PORTS = 5
+"""So many ports in a row may be taken by others between their choice and the server's start."""
+
+
+class PortTaken(EngineError):
+    """Somebody else got the port that was chosen for a server: another one is tried."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
     """How one server process is started."""
@@ -193,6 +201,10 @@ class Fleet:
             try:
                 if await self._run(slot, attempt, told):
                     backoff = self._first_backoff_seconds
+            except PortTaken as err:
+                if attempt + 1 >= MAX_PORTS and not told.done():
+                    told.set_exception(err)
+                log.warning("%s", err)
             except (EngineError, OSError) as err:
                 if not told.done():
                     told.set_exception(err)
@@ -241,7 +253,8 @@ class Fleet:
         while True:
             code = process.exit_code
             if code is not None:
-                raise EngineError(
+                kind = PortTaken if port_is_taken(process.launch.address) else EngineError
+                raise kind(
                     f"an inference server ended with {code} before it was well; its last words:\n"
                     f"  {process.last_words()}"
                 )
@@ -267,3 +280,17 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def port_is_taken(address: str) -> bool:
+    """Whether somebody listens on an address's port of 127.0.0.1."""
+    host, _, port = address.removeprefix("http://").rpartition(":")
+    if not address.startswith("http://"):
+        return False
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, int(port)))
+        except OSError:
+            return True
+        return False

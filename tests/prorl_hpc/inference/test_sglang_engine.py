@@ -5,6 +5,7 @@ The real one needs a GPU and isn't run here.
 
 import asyncio
 import itertools
+import socket
 import stat
 import sys
 from contextlib import aclosing
@@ -14,6 +15,7 @@ import msgspec
 import pytest
 
 from prorl_hpc.choices import EngineKind
+from prorl_hpc.inference import supervise
 from prorl_hpc.inference.engine import Chunk, EngineError, Sampling
 from prorl_hpc.inference.http import Channel, RequestRefused
 from prorl_hpc.inference.pool import make_engine
@@ -210,6 +212,29 @@ def test_a_server_that_can_not_follow_is_replaced_at_the_new_version(
             assert answer.versions == (2, 2)
         finally:
             await engine.close()
+
+    run(check())
+
+
+@pytest.mark.process
+def test_a_port_that_was_taken_meanwhile_is_no_reason_to_give_up(
+    python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = supervise.free_port
+
+    async def check() -> None:
+        with socket.socket() as somebody:
+            somebody.bind(("127.0.0.1", 0))
+            somebody.listen()
+            ports = iter([somebody.getsockname()[1]])
+            monkeypatch.setattr(supervise, "free_port", lambda: next(ports, None) or free())
+            engine = engine_of(python, tmp_path)
+            await engine.start()
+            try:
+                assert len((await engine.generate((1,), sampling=sampling(2))).token_ids) == 2
+                assert engine.fleet.num_restarts == 1
+            finally:
+                await engine.close()
 
     run(check())
 
