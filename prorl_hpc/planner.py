@@ -1,5 +1,6 @@
 """Recipe to Plan: which jobs a run is made of, and whether the site has room. Pure, no I/O."""
 
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -35,6 +36,16 @@ def make_plan(
             f"walltime_minutes"
         )
     return plan
+
+
+def make_service_plan(
+    recipe: Recipe, site: Site, *, run_directory: Path, python: str = sys.executable
+) -> Plan:
+    """One job that serves rollouts over HTTP, with the resources of one rollout node."""
+    rollout = _rollout(recipe, site, run_directory, python, after="")
+    command = (python, "-m", "prorl_hpc.service", "--run", str(run_directory))
+    job = dataclasses.replace(rollout, name="service", command=command, array_size=None, after=())
+    return Plan(run=recipe.name, run_directory=str(run_directory), jobs=(job,))
 
 
 def adjustments(recipe: Recipe, site: Site) -> list[str]:

@@ -90,5 +90,10 @@ class Run(RunDirectory):
         return self.root / "evaluations"
 
     @property
+    def service_job(self) -> Path:
+        """What a service that runs as a job serves, and where."""
+        return self.root / "service-job.json"
+
+    @property
     def report(self) -> Path:
         return self.root / "report.html"

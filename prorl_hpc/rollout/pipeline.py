@@ -34,6 +34,7 @@ from prorl_hpc.rollout.verifier import Request
 from prorl_hpc.rollout.versions import Versions
 from prorl_hpc.tasks.base import Task, VerifierError
 from prorl_hpc.tasks.environment_task import EnvironmentTask, MakeEnvironment
+from prorl_hpc.tasks.session_task import Session, SessionTask
 
 log = logging.getLogger("prorl_hpc.rollout")
 
@@ -81,6 +82,7 @@ class _Attempt:
     finish_reason: str = ""
     detail: str = ""
     result: bytes | None = None
+    session: Session | None = None
 
 
 class Pipeline:
@@ -100,6 +102,9 @@ class Pipeline:
         # Asked once per task: `isinstance` of a protocol looks at every attribute, every time.
         self._sandboxed: dict[str, EnvironmentTask] = {
             name: task for name, task in parts.tasks.items() if isinstance(task, EnvironmentTask)
+        }
+        self._sessions: dict[str, SessionTask] = {
+            name: task for name, task in parts.tasks.items() if isinstance(task, SessionTask)
         }
 
     async def produce(self, lease: Lease, rollout_index: int) -> Trajectory:
@@ -127,6 +132,8 @@ class Pipeline:
         finally:
             for version in bound:
                 self._parts.versions.unbind(version)
+            if attempt.session is not None:
+                await attempt.session.close()
         return self._finished(attempt, score, started=started)
 
     @asynccontextmanager
@@ -148,6 +155,10 @@ class Pipeline:
         async with self._stage(attempt, "init"):
             instance = await self._instances.get(self._task(lease), lease)
             attempt.instance = instance
+            if lease.task in self._sessions:
+                attempt.session = self._sessions[lease.task].session(instance)
+                await attempt.session.open()
+                return None
             task = self._sandboxed.get(lease.task)
             if task is None:
                 return None
@@ -178,11 +189,15 @@ class Pipeline:
             bound = parts.recipe.rollout.episode_seconds
             try:
                 async with asyncio.timeout(bound) as limit:
-                    await parts.agents[lease.task].run(
-                        attempt.conversation,
-                        messages=attempt.instance.messages,
-                        environment=environment,
-                    )
+                    agent = parts.agents[lease.task]
+                    if attempt.session is not None:
+                        await attempt.session.lead(agent, attempt.conversation)
+                    else:
+                        await agent.run(
+                            attempt.conversation,
+                            messages=attempt.instance.messages,
+                            environment=environment,
+                        )
             except EnvironmentEnded as err:
                 timed = err.reason in (EndReason.wall, EndReason.idle)
                 attempt.outcome = Outcome.agent_timeout if timed else Outcome.invalid
@@ -228,6 +243,8 @@ class Pipeline:
                 return await self._eval_in_environment(attempt, task, config)
             if attempt.outcome is Outcome.agent_timeout:
                 return Score(reward=0.0)
+            if attempt.session is not None:
+                return await attempt.session.score(conversation)
             request = Request(
                 task=lease.task,
                 kind=lease.kind,

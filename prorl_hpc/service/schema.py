@@ -65,6 +65,8 @@ class JobRequest(_Strict):
     temperature: float | None = Field(default=None, gt=0, le=100)
     max_new_tokens: int | None = Field(default=None, ge=1, le=1_000_000)
     seed: int = Field(default=0, ge=0, le=LARGEST_INDEX)
+    callback_url: str | None = Field(default=None, min_length=1, max_length=2000)
+    """POSTed the job's view once it is over, where the operator allows that host."""
 
 
 class JobView(BaseModel):
