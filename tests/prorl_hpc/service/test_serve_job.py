@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from hpc.errors import UserError
 from prorl_hpc.cli.main import main
 from prorl_hpc.run import Run
 from prorl_hpc.service.client import RolloutClient
@@ -46,7 +47,8 @@ def test_a_dry_run_writes_a_script_that_plain_sbatch_runs(
     (groups / "site" / "big.yaml").write_text(SLURM)
     service = tmp_path / "my service"
     command = ["serve", *RECIPE, "site=big", "--recipe-dir", str(groups), "--port", "8006",
-               "rollout.gpus_per_node=2", "--policy", str(policy), "--dir", str(service / "one")]  # fmt: skip
+               "rollout.gpus_per_node=2", "--policy", str(policy),
+               "--dir", str(service / "one")]  # fmt: skip
     assert main([*command, "--dry-run"]) == 0
     out = capsys.readouterr().out
     script = service / "one" / "scripts" / "service.sbatch"
@@ -71,7 +73,7 @@ def test_settings_are_frozen_once_started(tmp_path: Path) -> None:
     other = Where(directory=run.root, policy=tmp_path, port=5)
     write_where(run, other)  # not started yet
     run.ledger.write_text("{}\n")
-    with pytest.raises(ValueError, match="other settings") as caught:
+    with pytest.raises(UserError, match="other settings") as caught:
         write_where(run, where)
     assert "prorl-hpc cancel" in str(caught.value)
 
