@@ -118,3 +118,4 @@ class AgentKind(StrEnum):
     single_turn = "single_turn"
     tools = "tools"
     bash = "bash"
+    harness = "harness"

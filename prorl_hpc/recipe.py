@@ -159,6 +159,18 @@ class AlgorithmConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class HarnessConfig:
+    """A program that speaks an LLM API and works in the sandbox by itself (agent `harness`)."""
+
+    command: list[str] = field(default_factory=list)
+    """Its command line; `{problem}`, `{problem_file}` and `{url}` are replaced."""
+    package: str | None = None
+    """Directory of its packages (pip install --target), seen read-only in the sandbox."""
+    variables: dict[str, str] = field(default_factory=dict)
+    """Exported to it, beside those that name the API's address."""
+
+
+@dataclass(kw_only=True, slots=True)
 class TaskConfig:
     """One task of the mixture; its key in `tasks` is its name."""
 
@@ -177,6 +189,7 @@ class TaskConfig:
     num_rollouts: int | None = None
     validation_weight: float = 1.0
     agent: AgentKind = AgentKind.single_turn
+    harness: HarnessConfig = field(default_factory=HarnessConfig)
     environment: EnvironmentKind = EnvironmentKind.none
     max_turns: int = 1
     score_timeout_seconds: float = 30.0

@@ -1,7 +1,7 @@
 """What must hold between a recipe's values. Pure; single numbers are checked in `limits`."""
 
-from prorl_hpc.choices import EngineKind
-from prorl_hpc.recipe import EngineConfig, Recipe, RecipeError
+from prorl_hpc.choices import AgentKind, EngineKind, EnvironmentKind
+from prorl_hpc.recipe import EngineConfig, Recipe, RecipeError, TaskConfig
 
 
 def check_relations(recipe: Recipe) -> None:
@@ -11,12 +11,24 @@ def check_relations(recipe: Recipe) -> None:
     for name, task in recipe.tasks.items():
         if task.weight < 0:
             raise RecipeError(f"tasks.{name}.weight={task.weight} is negative")
+        _check_agent(name, task)
     if sum(task.weight for task in recipe.tasks.values()) <= 0:
         raise RecipeError("the weights of all tasks are 0; give one a positive weight")
     _check_groups(recipe)
     _check_algorithm(recipe)
     _check_gpus(recipe)
     check_engine(recipe.rollout.engine)
+
+
+def _check_agent(name: str, task: TaskConfig) -> None:
+    if task.agent is not AgentKind.harness:
+        return
+    if not task.harness.command:
+        raise RecipeError(
+            f"tasks.{name}.agent=harness needs tasks.{name}.harness.command, the program to run"
+        )
+    if task.environment is EnvironmentKind.none:
+        raise RecipeError(f"tasks.{name}.agent=harness needs a sandbox: tasks.{name}.environment")
 
 
 def _check_groups(recipe: Recipe) -> None:

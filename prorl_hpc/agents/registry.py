@@ -5,6 +5,7 @@ from typing import Any
 from prorl_hpc.agents.bash import Bash
 from prorl_hpc.agents.episode import Agent
 from prorl_hpc.agents.functions import FunctionCalls
+from prorl_hpc.agents.harness import Harness
 from prorl_hpc.agents.render import observation_renderer
 from prorl_hpc.agents.single_turn import SingleTurn
 from prorl_hpc.agents.tools import TOOLS, Tools
@@ -30,4 +31,6 @@ def make_agent(config: TaskConfig, *, tokenizer: Any) -> Agent:
         return Bash(observation_renderer(tokenizer, role="user"))
     if config.agent is AgentKind.tools:
         return Tools(observation_renderer(tokenizer, role="tool", tools=TOOLS))
+    if config.agent is AgentKind.harness:
+        return Harness(config.harness, tokenizer=tokenizer)
     return SingleTurn()

@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 
 from hpc.errors import UserError
-from prorl_hpc.choices import CurriculumKind
+from prorl_hpc.choices import AgentKind, CurriculumKind
 from prorl_hpc.cli.runs import run_root as runs_root
 from prorl_hpc.recipe import ModelConfig, Recipe, RecipeError
 
@@ -44,7 +44,10 @@ def localise(recipe: Recipe) -> Recipe:
     """The recipe with relative paths made absolute: jobs start in other directories."""
     tasks = {
         name: dataclasses.replace(
-            task, data=_absolute(task.data), validation_data=_absolute(task.validation_data)
+            task,
+            data=_absolute(task.data),
+            validation_data=_absolute(task.validation_data),
+            harness=dataclasses.replace(task.harness, package=_absolute(task.harness.package)),
         )
         for name, task in recipe.tasks.items()
     }
@@ -66,6 +69,12 @@ def check_inputs(recipe: Recipe) -> list[str]:
             path = getattr(task, label)
             if path is not None:
                 _check_data(f"tasks.{name}.{label}", Path(path))
+        package = task.harness.package
+        if task.agent is AgentKind.harness and package is not None and not Path(package).is_dir():
+            raise RecipeError(
+                f"tasks.{name}.harness.package={package!r} isn't a directory; make it with pip "
+                "install --target DIRECTORY (docs/harness.md)"
+            )
     return notes
 
 

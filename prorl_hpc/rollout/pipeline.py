@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from hpc.errors import HpcError
 from hpc.isolation import Isolation
-from prorl_hpc.agents.episode import Agent, Conversation, Limits
+from prorl_hpc.agents.episode import Agent, Conversation, Furnisher, Limits
 from prorl_hpc.environment.base import (
     EndReason,
     Environment,
@@ -166,9 +166,12 @@ class Pipeline:
                 raise EngineError(f"task {lease.task} needs an environment; this node makes none")
             # blocking: the first question for an image reads all of it
             spec = await asyncio.to_thread(task.environment_spec, instance)
-            if not parts.agents[lease.task].needs_environment:
+            agent = parts.agents[lease.task]
+            if not agent.needs_environment:
                 attempt.result = b""  # its answer is all that it leaves behind
                 return None
+            if isinstance(agent, Furnisher):
+                spec = agent.furnish(spec)
             environment = parts.make_environment(spec)
             try:
                 async with asyncio.timeout(parts.recipe.rollout.environment_seconds):
@@ -335,10 +338,10 @@ class Pipeline:
             logprobs=logprobs,
             versions=versions,
             reward=float(score.reward),
-            components=dict(score.components),
+            components=score.components | conversation.counts,
             outcome=outcome,
             finish_reason=attempt.finish_reason or conversation.finish_reason,
-            detail=attempt.detail,
+            detail=attempt.detail or conversation.note,
         ).check()
 
     def _failed(self, attempt: _Attempt, detail: str, *, started: float) -> Trajectory:
