@@ -14,7 +14,7 @@ from prorl_hpc.proxy.openai import MODEL, check_limit, check_stop, decode, event
 
 FINISH = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 KINDS = {403: "permission_error", 404: "not_found_error", 413: "request_too_large",
-         503: "overloaded_error"}  # fmt: skip
+         429: "rate_limit_error", 503: "overloaded_error"}  # fmt: skip
 SILENT = ("thinking", "redacted_thinking")
 
 

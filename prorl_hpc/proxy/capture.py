@@ -30,6 +30,9 @@ log = logging.getLogger("prorl_hpc.proxy")
 MAX_PARALLEL = 16
 """Calls of one episode that are sampled at the same time; others wait."""
 
+COUNTS_PER_TURN = 20
+"""Prompts that may be counted, per turn of the limit: a program must not keep a node busy."""
+
 LETTERS_PER_TOKEN = 32
 """A text with more letters than that per token of the context can't fit: it isn't tokenised."""
 
@@ -72,6 +75,7 @@ class Capture:
         self._conversation = conversation
         self._roles = roles
         self._parallel = asyncio.Semaphore(MAX_PARALLEL)
+        self._num_counted = 0
         self._last = "stop"
 
     def prepare(self, ask: Ask) -> Prepared:
@@ -96,6 +100,9 @@ class Capture:
     def count(self, ask: Ask) -> int:
         """Tokens of the prompt. Raises Refused."""
         self._check_open()
+        self._num_counted += 1
+        if self._num_counted > COUNTS_PER_TURN * self._conversation.limits.max_turns:
+            raise Refused(429, "too many prompts were counted in this episode")
         self._check_ask(ask)
         try:
             return len(self._render(ask).prompt_ids)

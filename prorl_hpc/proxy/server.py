@@ -23,9 +23,9 @@ import h11
 
 log = logging.getLogger("prorl_hpc.proxy")
 
-MAX_BODY_BYTES = 8 << 20
+MAX_BODY_BYTES = 4 << 20
 MAX_HEADER_BYTES = 64 << 10
-MAX_CONNECTIONS = 64
+MAX_CONNECTIONS = 32
 LINGER_SECONDS = 5.0
 """How long the rest of a refused body is read over, so that its sender reads the refusal."""
 

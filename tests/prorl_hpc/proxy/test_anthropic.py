@@ -93,6 +93,19 @@ def test_tokens_are_counted_without_a_call(tmp_path):
             counted = reply.json()["input_tokens"]
             await e.client.post(f"{MESSAGES}?beta=true", json=request(user("a")))
             assert counted == len(e.engine.calls[0][0])
+            assert e.conversation.turns == 1
+
+    asyncio.run(work())
+
+
+def test_counting_has_an_end(tmp_path):
+    async def work():
+        async with episode(tmp_path, "x", max_turns=1) as e:
+            where = f"{MESSAGES}/count_tokens"
+            codes = [(await e.client.post(where, json=request(user("a")))).status_code
+                     for _ in range(21)]  # fmt: skip
+            assert codes == [200] * 20 + [429]
+            assert (await e.client.post(MESSAGES, json=request(user("a")))).status_code == 200
 
     asyncio.run(work())
 

@@ -104,9 +104,25 @@ def test_an_engine_that_fails_in_a_stream_is_told_in_the_stream(tmp_path):
     asyncio.run(work())
 
 
+def test_one_who_asks_before_sending_a_body_is_told_to_go_on(tmp_path):
+    async def work():
+        async with episode(tmp_path, "x") as e:
+            body = json.dumps({"messages": [user("a")]}).encode()
+            reader, writer = await asyncio.open_unix_connection(str(e.socket))
+            writer.write(post(body=body, expect="100-continue").removesuffix(body))
+            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 100 ")
+            writer.write(body)
+            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
+            writer.close()
+
+    asyncio.run(work())
+
+
 def test_many_calls_at_once(tmp_path):
     async def work():
-        async with episode(tmp_path, *["x"] * 60, max_turns=40) as e:
+        async with episode(
+            tmp_path, *["x"] * 60, max_turns=40, bounds={"max_connections": 64}
+        ) as e:
             replies = await asyncio.gather(*(e.chat(user(str(i))) for i in range(60)))
             codes = sorted(reply.status_code for reply in replies)
             assert codes == [200] * 40 + [403] * 20
