@@ -45,6 +45,7 @@ def launch(run_directory: Path, plan: Plan, site: Site) -> None:
             if not local.submitted(run):
                 local.start(run)
             return
+        adopt(run)
         wanted = {job.name: indexes_of(run, job) for job in plan.jobs}
         submit(run, plan, site, wanted=without(wanted, submitted(run)))
 
@@ -61,10 +62,9 @@ def cancel(run_directory: Path) -> None:
     if site.backend is Backend.local:
         local.notify(run, number=signal.SIGTERM)
         return
-    found = states(run)
     with contextlib.suppress(SubmitError):
-        for job, indexes in adopt(run).items():  # half-made submissions belong to the run too
-            found += [state for state in states(run) if state.job == job and state.index in indexes]
+        adopt(run)  # half-made submissions belong to the run too
+    found = states(run)
     _end_on_slurm(run, [state for state in found if state.phase in (*ALIVE, Phase.unknown)], now)
 
 
@@ -106,6 +106,8 @@ def resume(run_directory: Path) -> None:
             return
         elif site.backend is Backend.local:  # a killed supervisor's jobs may still be ending
             _settle(run, plan, site)
+        if site.backend is Backend.slurm:
+            _adopt(run)
         found = states(run)
         if site.backend is Backend.slurm:
             trouble = [s.reason for s in found if s.phase is Phase.unknown and "squeue" in s.reason]
@@ -120,6 +122,13 @@ def resume(run_directory: Path) -> None:
             local.start(run)
         else:
             submit(run, plan, site, wanted=needed)
+
+
+def _adopt(run: RunDirectory) -> None:
+    try:
+        adopt(run)
+    except SubmitError as err:
+        raise SubmitError(f"can't tell what is running: {err}") from err
 
 
 def _settle(run: RunDirectory, plan: Plan, site: Site) -> None:
@@ -181,6 +190,7 @@ def scale(run_directory: Path, job_name: str, count: int) -> None:
         if site.backend is Backend.local:
             local.notify(run, number=signal.SIGHUP)  # one that ends just now reads it at a resume
             return
+        adopt(run)
         found = [state for state in states(run) if state.job == job.name]
         surplus = [s for s in found if s.index >= count and s.phase in (*ALIVE, Phase.unknown)]
         _end_on_slurm(run, surplus, time.time())

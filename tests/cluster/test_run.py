@@ -54,6 +54,10 @@ class ClusterSession(Session):
         entries = ledger.read(self.run.ledger).entries
         return [e for e in entries if isinstance(e, ledger.Start) and e.job == job]
 
+    def newest(self, job: str, index: int = 0) -> ledger.Start:
+        """The newest attempt of one task."""
+        return [start for start in self.starts(job) if start.index == index][-1]
+
     def wait_all(self) -> None:
         """Waits until every job has ended by itself, with its work done."""
         for job, count in (("learner", 1), ("buffer", 1), ("rollout", 2)):
@@ -90,6 +94,42 @@ def test_a_run_with_preempted_rollout_tasks(session: ClusterSession) -> None:
     assert {start.index for start in session.starts("rollout")} == {0, 1}
     assert f"run {session.name}: done" in session.cli("watch", session.name).stdout
     assert "step 40/40" in session.cli("status", session.name).stdout
+
+
+def test_a_run_in_trouble(session: ClusterSession) -> None:
+    """Nodes die under the learner and a rollout task, another task is cancelled by hand, and the
+    learner is warned of its walltime: the run reaches its last step, each group trained once."""
+    steps = 120
+    session.overrides = [f"steps={steps}"]
+    session.submit()
+    session.wait_step(2)
+    session.wait(lambda: len(session.starts("rollout")) == 2, what="both tasks run")
+    cluster = session.cluster
+    learner, first, second = (
+        session.newest(job, index)
+        for job, index in (("learner", 0), ("rollout", 0), ("rollout", 1))
+    )
+    cluster.crash(learner.host)  # from here on the run can't end
+    try:
+        cluster.crash(first.host)
+        assert cluster.run(["scancel", second.job_id]).returncode == 0
+        session.wait(lambda: len(session.starts("rollout")) == 3, what="the task starts elsewhere")
+    finally:
+        cluster.start_slurmd(learner.host)
+        cluster.start_slurmd(first.host)
+    session.wait(lambda: len(session.starts("learner")) == 2, what="the learner is back")
+    session.wait_step(session.step + 2)
+    warned = cluster.run(["scancel", "--signal=USR2", "--batch", session.newest("learner").job_id])
+    assert warned.returncode == 0, warned.stderr
+    session.wait(lambda: len(session.starts("learner")) == 3, what="the learner chains on")
+    session.wait(
+        lambda: [end.next for end in session.ends("learner")][-1:] == ["finished"],
+        what="the learner has finished",
+    )
+    session.audit(steps=steps, batch_groups=4)
+    cancelled = [end for end in session.ends("rollout") if end.index == 1]
+    assert [end.next for end in cancelled] == ["cancelled"]
+    assert session.newest("rollout").attempt == 2
 
 
 def test_a_run_submitted_by_hand(session: ClusterSession) -> None:
