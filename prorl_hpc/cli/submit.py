@@ -150,9 +150,16 @@ def describe(plan: Plan, site: Site) -> str:
 
 def _launch(run_: Run) -> str:
     from hpc.prepare import load
+    from hpc.status import states
     from hpc.submit import launch
+    from prorl_hpc.observe.culprit import ending
 
     before = was_started(run_)
     plan, site = load(run_)
     launch(run_.root, plan, site)
-    return f"run {run_.name} is {'already started' if before else 'started'}"
+    if not before:
+        return f"run {run_.name} is started"
+    end = ending(run_, states(run_))
+    if end is None:
+        return f"run {run_.name} is already started"
+    return f"run {run_.name} was started before and isn't running: {end.text}"

@@ -75,6 +75,32 @@ def test_started_run_keeps_its_recipe(
     assert "steps: 5 there, 6 here" in capsys.readouterr().err
 
 
+def test_submit_of_a_run_that_has_ended_says_how(
+    base: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*base, "--dry-run"]) == 0
+    run = Run(tmp_path / "runs" / "quickstart")
+    for job, next_ in (("buffer", "cancelled"), ("learner", "failed"), ("rollout", "cancelled")):
+        indexes = "0-1" if job == "rollout" else None
+        entry = ledger.Submit(time=1.0, job=job, token="", job_id="local-1", indexes=indexes)
+        ledger.append(run.ledger, entry=entry)
+        for index in ledger.parse_indexes(indexes):
+            start = ledger.Start(
+                time=2.0, job=job, role=job, index=index, attempt=1, job_id="local-1", host="n1"
+            )
+            end = ledger.Exit(
+                time=3.0, job=job, index=index, attempt=1, code=1, next=next_, reason="by test"
+            )
+            for entry_ in (start, end):
+                ledger.append(run.ledger, entry=entry_)
+    before = run.ledger.read_bytes()
+    capsys.readouterr()
+    assert main(base) == 0
+    out = capsys.readouterr().out
+    assert "was started before and isn't running: learner attempt 1 failed on n1: by test" in out
+    assert run.ledger.read_bytes() == before
+
+
 def test_data_and_run_root_become_absolute(base: list[str], tmp_path: Path) -> None:
     (tmp_path / "p.jsonl").write_text('{"problem": "1+1", "answer": "2"}\n')
     overrides = ["recipe=quickstart", "site=desk", "tasks.spell_backward.data=p.jsonl"]
