@@ -18,10 +18,8 @@ def claim_attempt(run: RunDirectory, role: str, *, index: int) -> int:
 
     Two jobs that believe to be the same index thus never share a number.
     """
-    logs = run.job_logs(role, index=index)
-    logs.mkdir(parents=True, exist_ok=True)
-    taken = [int(path.name[8:]) for path in logs.glob("attempt-*") if path.name[8:].isdigit()]
-    attempt = max(taken, default=0) + 1
+    run.job_logs(role, index=index).mkdir(parents=True, exist_ok=True)
+    attempt = newest_attempt(run, role, index=index) + 1
     while True:
         try:
             run.attempt_logs(role, index=index, attempt=attempt).mkdir()
@@ -29,6 +27,21 @@ def claim_attempt(run: RunDirectory, role: str, *, index: int) -> int:
             attempt += 1
         else:
             return attempt
+
+
+def newest_attempt(run: RunDirectory, role: str, *, index: int) -> int:
+    """The highest number that was claimed; 0 before the first."""
+    found = run.job_logs(role, index=index).glob("attempt-*")
+    return max((int(path.name[8:]) for path in found if path.name[8:].isdigit()), default=0)
+
+
+def superseded(run: RunDirectory, role: str, *, index: int, attempt: int) -> str:
+    """Who has taken this attempt's place; empty where nobody has.
+
+    A copy on a node that was cut off and came back must not call the job back from its successor.
+    """
+    newest = newest_attempt(run, role, index=index)
+    return f"attempt {newest} has taken over" if newest > attempt else ""
 
 
 def read_progress(run: RunDirectory, role: str, *, index: int) -> float | None:

@@ -31,6 +31,7 @@ from hpc.journal import (
     read_progress,
     record_exit,
     record_start,
+    superseded,
     why_not,
 )
 from hpc.scratch import attempt_directory, make_scratch, owner, remove_scratch
@@ -129,7 +130,9 @@ def record_end(
         Ending(
             code=code,
             asked=asked,
-            cancelled=cancelled or why_not(run, context.job, index=index),
+            cancelled=cancelled
+            or why_not(run, context.job, index=index)
+            or superseded(run, role, index=index, attempt=attempt),
             attempts_without_progress=without_progress(attempts, progress=progress),
             max_attempts_without_progress=context.max_attempts_without_progress,
         )

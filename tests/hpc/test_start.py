@@ -153,6 +153,20 @@ def test_cancelled_run_starts_nothing(tmp_path: Path) -> None:
     assert end(run, running, code=75, asked="TERM") == "finished"
 
 
+def test_a_copy_that_was_cut_off_calls_nothing_back(tmp_path: Path) -> None:
+    """`scontrol requeue` of the same job id would end the successor."""
+    run = RunDirectory(tmp_path)
+    job = {"SLURM_JOB_ID": "12", "SLURM_JOB_END_TIME": "5000",
+           "PRORL_ATTEMPTS_WITHOUT_PROGRESS": "5"}  # fmt: skip
+    cut_off, successor = begin(run, **job), begin(run, **job)
+    for code in (75, 1, 137):
+        assert end(run, cut_off, code=code) == "finished"
+        last = ledger.read(run.ledger).entries[-1]
+        assert isinstance(last, ledger.Exit)
+        assert (last.next, last.reason) == ("cancelled", "attempt 2 has taken over")
+    assert end(run, successor, code=75) in ("requeue", "resubmit")
+
+
 def test_index_above_the_wanted_size_leaves(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     run.desired("learner").parent.mkdir()

@@ -144,7 +144,7 @@ class Session:
         if whole:
             doomed = self.processes(role, index)
         for pid in doomed:
-            _send(pid, signal.SIGKILL)
+            self.send(pid, signal.SIGKILL)
 
     def signal_script(self, role: str, number: signal.Signals, index: int = 0) -> None:
         """Signals a task's script, as Slurm does, once its program runs."""
@@ -157,18 +157,23 @@ class Session:
         assert pid is not None, self.said()
         os.kill(pid, signal.SIGKILL)
 
+    def send(self, pid: int, number: signal.Signals) -> None:
+        """Signals a process; one that is gone is no error."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
     @contextlib.contextmanager
     def held(self, step: int) -> Iterator[None]:
         """From `step` on the learner stands still during the block: the run can't end meanwhile."""
         self.wait_step(step)
         stopped = self.wait_processes("learner")
         for pid in stopped:
-            _send(pid, signal.SIGSTOP)
+            self.send(pid, signal.SIGSTOP)
         try:
             yield
         finally:
             for pid in stopped:
-                _send(pid, signal.SIGCONT)
+                self.send(pid, signal.SIGCONT)
 
     def end(self) -> None:
         """Leaves nothing running; for the end of a test."""
@@ -221,11 +226,6 @@ class Session:
 def _quoted(path: Path) -> str:
     """A path inside Hydra's double quotes."""
     return str(path).replace("\\", "\\\\").replace('"', '\\"')
-
-
-def _send(pid: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, number)
 
 
 def _command_line(pid: int) -> str:
