@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from hpc.container_probe import probe
 from hpc.isolation import Feature
 from prorl_hpc.choices import AgentKind, EnvironmentKind
+from prorl_hpc.cli.main import main
 from prorl_hpc.environment import Backend, EnvironmentFactory, EnvironmentSpec
 from prorl_hpc.inference.scripted import ScriptedEngine
 from prorl_hpc.recipe import HarnessConfig, RecipeError, check
@@ -167,17 +169,32 @@ def test_a_program_that_goes_on_after_its_last_call_is_ended(
 
 
 class FirstOnly(ScriptedEngine):
-    """One answer, and then silence."""
+    """One answer; at the second call the episode's time is over."""
+
+    limits: list[asyncio.Timeout]
 
     async def generate(self, prompt_ids: Any, *, sampling: Any, affinity: str = "") -> Any:
         if self._turns:
+            self.limits[0].reschedule(asyncio.get_running_loop().time())
             await asyncio.Event().wait()
         return await super().generate(prompt_ids, sampling=sampling, affinity=affinity)
 
 
-def test_the_time_limit_is_a_typed_outcome(tmp_path: Path, plain: EnvironmentSpec) -> None:
+def test_the_time_limit_is_a_typed_outcome(
+    tmp_path: Path, plain: EnvironmentSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = FirstOnly(byte_tokenizer(), ["echo fixed >answer"])
-    done = produce(tmp_path, plain, [], engine=engine, episode_seconds=15.0)
+    engine.limits = []
+    usual = asyncio.timeout
+
+    def timeout(seconds: float | None) -> asyncio.Timeout:
+        made = usual(seconds)
+        if seconds == 987.0:  # the episode's
+            engine.limits.append(made)
+        return made
+
+    monkeypatch.setattr(asyncio, "timeout", timeout)
+    done = produce(tmp_path, plain, [], engine=engine, episode_seconds=987.0)
     assert (done.outcome, done.finish_reason) == (Outcome.agent_timeout, "time")
     assert done.reward == 1.0
     assert int(done.loss_mask.sum()) == len("echo fixed >answer") + 1
@@ -233,3 +250,20 @@ def test_what_a_recipe_lacks_is_said(tmp_path: Path) -> None:
     recipe.tasks["sums"].harness.command = ["mini"]
     with pytest.raises(RecipeError, match=r"tasks\.sums\.environment"):
         check(recipe)
+
+
+def test_the_shipped_recipe_and_a_package_that_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PRORL_HARNESS", str(tmp_path / "nowhere"))
+    assert main(["submit", "recipe=swe_harness", "--cfg"]) == 0
+    task = yaml.safe_load(capsys.readouterr().out)["tasks"]["swe"]
+    assert task["agent"] == "harness"
+    assert task["harness"]["command"][0] == "mini"
+    assert task["harness"]["package"] == str(tmp_path / "nowhere")
+    assert set(task["harness"]["variables"].values()) >= {"true", "1", "True"}  # texts, all of them
+    assert main(["submit", "recipe=swe_harness", "--dry-run"]) == 2
+    said = capsys.readouterr().err
+    assert "tasks.swe.harness.package=" in said
+    assert said.count("\n") == 1
