@@ -16,7 +16,17 @@ from hpc.errors import PlanError, RunNotFound, SubmitError
 from hpc.files import publish
 from hpc.ledger import format_indexes
 from hpc.plan import Job, Plan
-from hpc.prepare import check, check_cluster, check_size, indexes_of, load, prepare, unfinished
+from hpc.prepare import (
+    check,
+    check_cluster,
+    check_hours,
+    check_size,
+    indexes_of,
+    load,
+    prepare,
+    scaled,
+    unfinished,
+)
 from hpc.queueing import adopt, submit, submitted, without
 from hpc.rundir import RunDirectory
 from hpc.site import Backend, Site
@@ -172,14 +182,16 @@ def scale(run_directory: Path, job_name: str, count: int) -> None:
     """Changes how many tasks of an array run, while the run goes on.
 
     `job_name` may also be a role that one array has. Fewer: the highest indexes end in good
-    order. Raises PlanError for a job without an array or a count below 1.
+    order. Raises PlanError for a job without an array or a count below 1, and SiteError for
+    more than the site gives.
     """
     run = RunDirectory(Path(run_directory))
     plan, site = load(run)
     job = _array_job(plan, job_name)
     if count < 1:
         raise PlanError(f"{count} tasks of {job.name!r} are too few; give at least 1")
-    check_size(job.name, count, site=site)
+    check_size(job, count, site=site)
+    check_hours(scaled(run, plan, {job.name: count}), site)
     if run.stop_request.exists():
         raise SubmitError(f"run {run.name!r} was cancelled; `prorl-hpc resume` goes on")
     with _alone(run):

@@ -103,6 +103,15 @@ class EngineKind(StrEnum):
     openai = "openai"
 
 
+class InferencePlacement(StrEnum):
+    """Where inference engines run."""
+
+    rollout_nodes = "rollout_nodes"
+    """In each rollout job, which then needs the GPUs."""
+    own_jobs = "own_jobs"
+    """In an array of jobs of their own, which all rollout nodes share."""
+
+
 class EnvironmentKind(StrEnum):
     """How an instance's sandbox is made."""
 

@@ -24,6 +24,7 @@ from prorl_hpc.choices import (
     EngineKind,
     EnvironmentKind,
     Estimator,
+    InferencePlacement,
     KlEstimator,
     KlPlace,
     ReferencePlacement,
@@ -198,7 +199,7 @@ class TaskConfig:
 
 @dataclass(kw_only=True, slots=True)
 class EngineConfig:
-    """The inference engine of the rollout nodes."""
+    """The inference engine, wherever `inference.placement` puts it."""
 
     kind: EngineKind = EngineKind.transformers
     max_batch: int = 32
@@ -236,6 +237,18 @@ class RolloutConfig:
     environment_seconds: float = 300.0
     spool_bytes: int = 1 << 30
     engine: EngineConfig = field(default_factory=EngineConfig)
+
+
+@dataclass(kw_only=True, slots=True)
+class InferenceConfig:
+    """Where the engines of `rollout.engine` run; the sizes are those of jobs of their own."""
+
+    placement: InferencePlacement = InferencePlacement.rollout_nodes
+    nodes: int = 1
+    cpus_per_node: int = 8
+    gpus_per_node: int = 0
+    memory_mib: int = 32768
+    walltime_minutes: int = 240
 
 
 @dataclass(kw_only=True, slots=True)
@@ -311,6 +324,7 @@ class Recipe:
     warmup: WarmupConfig = field(default_factory=WarmupConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    inference: InferenceConfig = field(default_factory=InferenceConfig)
     buffer: BufferConfig = field(default_factory=BufferConfig)
     learner: LearnerConfig = field(default_factory=LearnerConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)

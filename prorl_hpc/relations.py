@@ -1,6 +1,6 @@
 """What must hold between a recipe's values. Pure; single numbers are checked in `limits`."""
 
-from prorl_hpc.choices import AgentKind, EngineKind, EnvironmentKind
+from prorl_hpc.choices import AgentKind, EngineKind, EnvironmentKind, InferencePlacement
 from prorl_hpc.recipe import EngineConfig, Recipe, RecipeError, TaskConfig
 
 
@@ -18,6 +18,7 @@ def check_relations(recipe: Recipe) -> None:
     _check_algorithm(recipe)
     _check_gpus(recipe)
     check_engine(recipe.rollout.engine)
+    _check_placement(recipe)
 
 
 def _check_agent(name: str, task: TaskConfig) -> None:
@@ -119,4 +120,28 @@ def check_trainable(recipe: Recipe) -> None:
             "rollout.engine.kind=openai can't train: such an endpoint can't load the learner's new "
             "versions, nor need it give token ids with the log-probabilities they were drawn by; "
             "train with transformers, vllm or sglang (eval and serve work with openai)"
+        )
+
+
+def _check_placement(recipe: Recipe) -> None:
+    """Inference jobs own the GPUs, and there must be servers to start in them."""
+    if recipe.inference.placement is not InferencePlacement.own_jobs:
+        return
+    engine, gpus = recipe.rollout.engine, recipe.inference.gpus_per_node
+    if engine.kind is EngineKind.openai:
+        raise RecipeError(
+            "rollout.engine.kind=openai names servers that run already; set "
+            "inference.placement=rollout_nodes, which starts none"
+        )
+    if recipe.rollout.gpus_per_node:
+        raise RecipeError(
+            f"rollout.gpus_per_node={recipe.rollout.gpus_per_node} has no use with "
+            "inference.placement=own_jobs; set it to 0 and give inference.gpus_per_node"
+        )
+    wanted = engine.servers_per_node * engine.tensor_parallel
+    if engine.kind is not EngineKind.transformers and 0 < gpus < wanted:
+        raise RecipeError(
+            f"rollout.engine.servers_per_node={engine.servers_per_node} of tensor_parallel="
+            f"{engine.tensor_parallel} need {wanted} GPUs, but inference.gpus_per_node={gpus}; "
+            "lower the servers or raise the GPUs"
         )

@@ -38,6 +38,19 @@ class Run(RunDirectory):
         return self.policies / "latest"
 
     @property
+    def announcements(self) -> Path:
+        """Where inference jobs say that they serve."""
+        return self.endpoints / "inference"
+
+    def announcement(self, index: int) -> Path:
+        return self.announcements / f"{index}.json"
+
+    @property
+    def inference_token(self) -> Path:
+        """Bearer token of the run's inference jobs, 0600."""
+        return self.secrets / "inference-token"
+
+    @property
     def checkpoints(self) -> Path:
         return self.root / "checkpoints"
 

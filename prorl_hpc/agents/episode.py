@@ -165,6 +165,7 @@ class Conversation:
                 stop_token_ids=self.stops,
                 top_p=self._sampling.top_p,
                 top_k=self._sampling.top_k,
+                policy_version=self._sampling.policy_version,
                 seed=derive_seed(self._seed, self._rollout_index, turn),
             ),
             affinity=self._affinity,

@@ -17,7 +17,8 @@ POLL_SECONDS = 0.5
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Print the newest attempt's output of a role.")
     parser.add_argument("run", help="name or directory of the run")
-    parser.add_argument("role", nargs="?", default="learner", help="buffer, rollout or learner")
+    roles = "buffer, rollout, inference or learner"
+    parser.add_argument("role", nargs="?", default="learner", help=roles)
     parser.add_argument("index", nargs="?", type=int, default=0, help="array index (0)")
     parser.add_argument("--attempt", type=int, help="the newest, unless given")
     parser.add_argument("--lines", type=int, default=100, help="how many, 0 for all (100)")

@@ -25,6 +25,9 @@ class Sampling:
     top_k: int = 0
     """0: off. Training refuses top_p < 1 and top_k > 0."""
     seed: int | None = None
+    policy_version: int | None = None
+    """Version that must make the tokens; None: any. Where the caller holds the engine at a version
+    itself (`rollout.versions`), the engine need not look at it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,6 +4,7 @@ An address is `http://host:port`, or `unix:/path` for a server of this machine b
 socket. httpx is imported lazily.
 """
 
+import logging
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -28,6 +29,7 @@ class Channel:
     def __init__(self, address: str, *, headers: dict[str, str] | None = None) -> None:
         import httpx
 
+        logging.getLogger("httpx").setLevel(logging.WARNING)  # it tells of every request
         self.address = address
         limits = httpx.Limits(max_connections=MAX_CONNECTIONS, max_keepalive_connections=64)
         if address.startswith("unix:"):

@@ -16,7 +16,7 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
-from prorl_hpc.inference.balancer import Balancer, Ticket
+from prorl_hpc.inference.balancer import FIRST_WINDOW, Balancer, Ticket
 from prorl_hpc.inference.engine import (
     Chunk,
     Completion,
@@ -52,6 +52,7 @@ class HttpPool:
         health_every_seconds: float = HEALTH_EVERY_SECONDS,
         lost: Callable[[Server], None] = lambda _: None,
         expected_tokens: float = 256.0,
+        first_window: int = FIRST_WINDOW,
     ) -> None:
         """`path` holds `version`. Requests wait `patience_seconds` for a server when none is well;
         `lost` hears of each server that must be replaced."""
@@ -63,10 +64,11 @@ class HttpPool:
         self._patience_seconds = patience_seconds
         self._health_every_seconds = health_every_seconds
         self._lost = lost
-        self._balancer = Balancer(expected_tokens=expected_tokens)
+        self._balancer = Balancer(expected_tokens=expected_tokens, first_window=first_window)
         self._servers: dict[str, Server] = {}
         self._running: defaultdict[str, set[asyncio.Future[Any]]] = defaultdict(set)
         self._missed: defaultdict[str, int] = defaultdict(int)
+        self._retired: set[str] = set()
         self._changed = asyncio.Condition()
         self._loading = asyncio.Lock()
         self._closed = False
@@ -120,6 +122,17 @@ class HttpPool:
         if server is not None:
             self._drop(server)
 
+    def retire(self, address: str) -> None:
+        """Gives a server nothing more; it is dropped once what it works on has ended."""
+        if address in self._servers:
+            self._balancer.drain(address)
+            self._retired.add(address)
+            self._drop_retired(address)
+
+    def observe(self, address: str, *, num_requests: int) -> None:
+        """A server that others use too said how many requests it has."""
+        self._balancer.observe(address, num_requests=num_requests)
+
     async def generate(
         self, prompt_ids: tuple[int, ...], *, sampling: Sampling, affinity: str = ""
     ) -> Completion:
@@ -139,6 +152,7 @@ class HttpPool:
             finally:
                 num_tokens = len(completion.token_ids) if completion else None
                 self._balancer.done(ticket, num_tokens=num_tokens)
+                self._drop_retired(ticket.server)
         raise EngineError(
             f"a request failed on {MAX_ATTEMPTS} servers; the last: {list(failed.values())[-1]}"
         )
@@ -169,6 +183,7 @@ class HttpPool:
                 await self._doubt(server, str(err))
             finally:
                 self._balancer.done(ticket, num_tokens=len(made) if ended else None)
+                self._drop_retired(ticket.server)
             if reason := finish_of(made, sampling):
                 # Only the word that it was over got lost.
                 yield Chunk(token_ids=(), logprobs=(), versions=(), finish_reason=reason)
@@ -293,9 +308,16 @@ class HttpPool:
             self._drop(server)
             self._lost(server)
 
+    def _drop_retired(self, address: str) -> None:
+        server = self._servers.get(address)
+        idle = self._balancer.in_flight(address) == 0
+        if server is not None and address in self._retired and idle:
+            self._drop(server)
+
     def _drop(self, server: Server) -> None:
         address = server.address
         self._servers.pop(address, None)
+        self._retired.discard(address)
         self._missed.pop(address, None)
         self._balancer.leave(address)
         for task in self._running.pop(address, set()):
@@ -320,7 +342,9 @@ class HttpPool:
             if self._missed[address] >= MAX_MISSED_CHECKS:
                 self._lose(server, str(err))
             return
-        if self._servers.get(address) is server and self._missed.pop(address, 0):
+        if self._servers.get(address) is not server or address in self._retired:
+            return
+        if self._missed.pop(address, 0):
             async with self._changed:
                 self._balancer.join(address)
                 self._changed.notify_all()

@@ -29,6 +29,7 @@ from prorl_hpc.records import Kind
 from prorl_hpc.rollout.health import Health
 from prorl_hpc.rollout.pipeline import Parts, Pipeline
 from prorl_hpc.rollout.scoring import VerifierPool
+from prorl_hpc.rollout.serving import Serving, is_served, open_served
 from prorl_hpc.rollout.spool import Spool
 from prorl_hpc.rollout.versions import Versions
 from prorl_hpc.rollout.worker import End, Terms, Worker
@@ -56,13 +57,20 @@ async def work(run: Run, *, allocation: Allocation, stop: StopFlag) -> End:
     recipe = load_recipe(run.recipe)
     tasks = make_tasks(recipe)
     await asyncio.to_thread(_await_buffer, run, recipe, stop)
-    version = await _await_policy(run, recipe, stop=stop)
+    version = await await_policy(run, recipe, stop=stop)
     async with AsyncExitStack() as stack:
         tokenizer = await asyncio.to_thread(load_tokenizer, _tokenizer_path(run, version))
         await asyncio.to_thread(check_prompts, recipe, tasks, tokenizer)
-        pipeline, versions = await _open_pipeline(
-            stack, run, recipe, tasks=tasks, tokenizer=tokenizer, version=version,
-            allocation=allocation,
+        environments = environments_directory(allocation)
+        make_environment = await asyncio.to_thread(open_environments, stack, tasks, environments)
+        if is_served(recipe):
+            serving = await open_served(stack, run, recipe, version=version, stop=stop)
+        else:
+            engine, digest = await stack.enter_async_context(engine_at(recipe, run, version))
+            serving = Serving(engine=engine, versions=Versions(engine, run=run, digest=digest))
+        pipeline = _make_pipeline(
+            stack, recipe, tasks=tasks, tokenizer=tokenizer, serving=serving,
+            make_environment=make_environment, allocation=allocation,
         )  # fmt: skip
         connecting = RolloutClient.connect(
             locate_buffer(run),
@@ -80,12 +88,12 @@ async def work(run: Run, *, allocation: Allocation, stop: StopFlag) -> End:
         worker = Worker(
             client=client,
             pipeline=pipeline,
-            versions=versions,
+            versions=serving.versions,
             spool=spool,
             health=Health(),
             terms=terms_of(recipe),
-            stop_reason=lambda: stop.reason,
-            report=_reporter(metrics, allocation),
+            stop_reason=lambda: stop.reason or serving.missing(),
+            report=_reporter(metrics, allocation, more=serving.metrics),
         )
         return await worker.run()
 
@@ -182,42 +190,37 @@ async def _start_engine(recipe: Recipe, run: Run, version: int) -> tuple[Any, st
     return engine, manifest.digest
 
 
-async def _open_pipeline(
+def _make_pipeline(
     stack: AsyncExitStack,
-    run: Run,
     recipe: Recipe,
     *,
     tasks: dict[str, Task],
     tokenizer: Any,
-    version: int,
+    serving: Serving,
+    make_environment: MakeEnvironment | None,
     allocation: Allocation,
-) -> tuple[Pipeline, Versions]:
-    make_environment = await asyncio.to_thread(
-        open_environments, stack, tasks, environments_directory(allocation)
-    )
-    engine, digest = await stack.enter_async_context(engine_at(recipe, run, version))
-    versions = Versions(engine, run=run, digest=digest)
+) -> Pipeline:
     scorer = VerifierPool(
         recipe.tasks,
         seed=recipe.seed,
         num_workers=min(recipe.rollout.eval_workers, max(cpu_count(), 1)),
     )
     stack.push_async_callback(scorer.close)
-    pipeline = Pipeline(
+    return Pipeline(
         Parts(
             recipe=recipe,
             tasks=tasks,
             agents={n: make_agent(c, tokenizer=tokenizer) for n, c in recipe.tasks.items()},
             tokenizer=tokenizer,
-            engine=engine,
-            versions=versions,
+            engine=serving.engine,
+            versions=serving.versions,
+            limits=serving.limits,
             scorer=scorer,
             make_environment=make_environment,
             worker=worker_name(allocation),
             attempt=allocation.attempt,
         )
     )
-    return pipeline, versions
 
 
 def open_environments(
@@ -251,7 +254,7 @@ def _await_buffer(run: Run, recipe: Recipe, stop: StopFlag) -> None:
     )
 
 
-async def _await_policy(run: Run, recipe: Recipe, *, stop: StopFlag) -> int:
+async def await_policy(run: Run, recipe: Recipe, *, stop: StopFlag) -> int:
     """The newest published version, once there is one."""
     deadline = time.monotonic() + recipe.buffer.peer_seconds
     while not stop.stopping and time.monotonic() < deadline:
@@ -268,7 +271,9 @@ async def _await_policy(run: Run, recipe: Recipe, *, stop: StopFlag) -> int:
     raise PeerMissing(f"no policy was published ({why}); learner: {culprit}")
 
 
-def _reporter(metrics: MetricsWriter, allocation: Allocation) -> Callable[[Worker], None]:
+def _reporter(
+    metrics: MetricsWriter, allocation: Allocation, *, more: Callable[[], dict[str, object]]
+) -> Callable[[Worker], None]:
     """Writes a row of totals and rates, and the progress that keeps the chain going."""
     before = _progress_before(allocation)
     last = (time.monotonic(), 0, 0)
@@ -291,6 +296,7 @@ def _reporter(metrics: MetricsWriter, allocation: Allocation) -> Callable[[Worke
                 stage_seconds=counters.stage_seconds,
                 spool_bytes=worker.spool.num_bytes,
                 note=worker.versions.last_error or worker.health.note,
+                **more(),
             )
             allocation.record_progress(before + counters.stored)
         except OSError as err:  # a full disk must not end the node

@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from hpc.errors import HpcError
@@ -29,6 +29,7 @@ from prorl_hpc.inference.engine import Engine, EngineError, Sampling
 from prorl_hpc.recipe import Recipe, TaskConfig
 from prorl_hpc.records import Instance, Kind, Lease, Outcome, Score, Trajectory
 from prorl_hpc.rollout.instances import Instances
+from prorl_hpc.rollout.limits import TimeLimits
 from prorl_hpc.rollout.scoring import VerifierTimeout
 from prorl_hpc.rollout.verifier import Request
 from prorl_hpc.rollout.versions import Versions
@@ -63,6 +64,7 @@ class Parts:
     make_environment: MakeEnvironment | None
     worker: str
     attempt: int
+    limits: TimeLimits = field(default_factory=TimeLimits)
     clock: Callable[[], float] = time.monotonic
 
 
@@ -190,8 +192,9 @@ class Pipeline:
         attempt.conversation = self._conversation(attempt, config)
         async with self._stage(attempt, "run"):
             bound = parts.recipe.rollout.episode_seconds
+            paused = parts.limits.paused_seconds
             try:
-                async with asyncio.timeout(bound) as limit:
+                async with parts.limits.timeout(bound) as limit:
                     agent = parts.agents[lease.task]
                     if attempt.session is not None:
                         await attempt.session.lead(agent, attempt.conversation)
@@ -203,6 +206,8 @@ class Pipeline:
                         )
             except EnvironmentEnded as err:
                 timed = err.reason in (EndReason.wall, EndReason.idle)
+                if timed and parts.limits.paused_seconds > paused:
+                    raise EngineError(f"nobody served the policy meanwhile: {err}") from err
                 attempt.outcome = Outcome.agent_timeout if timed else Outcome.invalid
                 attempt.finish_reason = "time" if timed else "error"
                 attempt.detail = str(err)
@@ -311,7 +316,9 @@ class Pipeline:
         return Conversation(
             tokenizer=parts.tokenizer,
             engine=parts.engine,
-            sampling=sampling_of(recipe, config, kind=lease.kind),
+            sampling=replace(
+                sampling_of(recipe, config, kind=lease.kind), policy_version=lease.policy_version
+            ),
             limits=Limits(
                 context_tokens=context_tokens, max_new_tokens=most, max_turns=config.max_turns
             ),

@@ -328,3 +328,35 @@ def test_times_by_hand() -> None:
     assert slurm.timestamp("N/A") is None
     with pytest.raises(SubmitError, match="not a job id"):
         slurm.parsable_id("Submitted batch job 7")
+
+
+def test_arrays_are_held_against_the_nodes_of_their_partition_also_when_scaled(
+    fake: FakeSlurm, run: RunDirectory
+) -> None:
+    places = {
+        "default": Placement(partition="cpu"),
+        "rollout": Placement(partition="cpu", max_nodes=4),
+    }
+    site = slurm_site(placements=places, max_node_hours=4.0)
+    jobs = (job("buffer"), job("rollout", array_size=3, after=("buffer",)))
+    with pytest.raises(SiteError, match="5 tasks of job 'rollout' exceed max_nodes=4"):
+        too_many = job("rollout", array_size=5, after=("buffer",))
+        launch(run, jobs[0], too_many, site=site)
+    launch(run, *jobs, site=site)
+    queued = len(fake.calls("sbatch"))
+    with pytest.raises(SiteError, match=r"exceed max_nodes=4 .*site\.placements\.rollout"):
+        submit.scale(run.root, "rollout", 5)
+    submit.scale(run.root, "rollout", 4)
+    assert len(fake.calls("sbatch")) == queued + 1
+
+
+def test_scaling_above_the_node_hours_of_the_site_is_refused(
+    fake: FakeSlurm, run: RunDirectory
+) -> None:
+    # Half an hour each: 4 tasks take 2 node-hours, 5 take 2.5.
+    site = slurm_site(max_node_hours=2.2)
+    launch(run, job("rollout", array_size=2), site=site)
+    submit.scale(run.root, "rollout", 4)
+    with pytest.raises(SiteError, match=r"2\.5 node-hours, above site\.max_node_hours=2\.2"):
+        submit.scale(run.root, "rollout", 5)
+    assert status.indexes_of(run, job("rollout", array_size=2)) == (0, 1, 2, 3)

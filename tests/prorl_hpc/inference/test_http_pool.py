@@ -360,6 +360,35 @@ def test_a_server_started_from_lost_weights_of_the_same_number_is_moved(tmp_path
         assert not loads
         await pool.join(late, digest="of weights that a crash lost")
         assert loads == ["v1"]
+
+
+def test_a_retired_server_ends_what_it_has_and_no_health_check_takes_it_back() -> None:
+    async def check() -> None:
+        a, b = FakeServer("a"), FakeServer("b")
+        pool = await opened(a)
+        a.hold.clear()
+        held = asyncio.create_task(pool.generate((1,), sampling=SAMPLING))
+        await until(lambda: a.num_requests == 1)
+        pool.retire("a")
+        pool.retire("unknown")
+        assert pool.servers == ()
+        a.alive = False
+        await pool._look_at(a)
+        a.alive = True
+        await pool._look_at(a)
+        assert pool.servers == ()
+        await pool.join(b)
+        assert len((await pool.generate((1,), sampling=SAMPLING)).token_ids) == 4
+        assert (a.num_requests, b.num_requests) == (1, 1)
+        a.hold.set()
+        assert len((await held).token_ids) == 4
+        assert "a" not in pool._servers
+        await until(lambda: a.closed)
+        assert (pool.num_lost, pool.num_retries) == (0, 0)
+        idle = FakeServer("idle")
+        await pool.join(idle)
+        pool.retire("idle")
+        await until(lambda: idle.closed)
         await pool.close()
 
     run(check())

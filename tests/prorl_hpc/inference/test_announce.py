@@ -1,0 +1,139 @@
+"""Announcements of inference jobs: fencing, beats that stand still, files that aren't ours."""
+
+import dataclasses
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from hpc import ledger
+from prorl_hpc.inference.announce import (
+    Announcement,
+    Board,
+    TokenError,
+    announce,
+    load_token,
+    make_token,
+    read,
+    read_all,
+    withdraw,
+)
+from prorl_hpc.inference.over import learner_over
+from prorl_hpc.run import Run
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    run = Run(tmp_path / "r")
+    run.root.mkdir()
+    return run
+
+
+def made(**changes: object) -> Announcement:
+    values = {
+        "run": "r", "index": 0, "attempt": 1, "host": "10.0.0.1", "port": 81, "identity": "a",
+        "beat": 1, "version": 0, "in_flight": 0,
+    }  # fmt: skip
+    return Announcement(**(values | changes))  # type: ignore[arg-type]
+
+
+@dataclasses.dataclass
+class Clock:
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_an_older_attempt_can_not_take_the_place_of_its_successor(run: Run) -> None:
+    assert announce(run, made(attempt=2, identity="new"))
+    assert not announce(run, made(attempt=1, identity="old"))
+    withdraw(run, index=0, identity="old")
+    found = read(run, 0)
+    assert found is not None
+    assert found.identity == "new"
+    withdraw(run, index=0, identity="new")
+    assert read(run, 0) is None
+
+
+def test_a_beat_that_stands_still_is_of_a_dead_server(run: Run) -> None:
+    clock = Clock()
+    board = Board(run, clock=clock, expiry_seconds=60.0)
+    announce(run, made(index=0, beat=5))
+    announce(run, made(index=1, beat=5, identity="b"))
+    assert [one.index for one in board.look()] == [0, 1]
+    clock.now = 50.0
+    announce(run, made(index=1, beat=6, identity="b"))
+    assert [one.index for one in board.look()] == [0, 1]
+    clock.now = 70.0  # 70 s without a beat of server 0, 20 s of server 1
+    assert [one.index for one in board.look()] == [1]
+    announce(run, made(index=0, beat=1, attempt=2, identity="successor"))
+    assert [one.identity for one in board.look()] == ["successor", "b"]
+
+
+def test_files_of_other_runs_newer_formats_and_garbage_are_left_out(run: Run) -> None:
+    announce(run, made(index=0, run="another"))
+    announce(run, made(index=1, format=99))
+    announce(run, made(index=2))
+    run.announcement(3).write_bytes(b"{")
+    (run.announcements / "notes.json").write_text("{}")
+    (run.announcements / ".4.json.tmp").write_bytes(msgspec.json.encode(made(index=4)))
+    assert [one.index for one in read_all(run)] == [2]
+    assert Board(Run(run.root / "absent")).look() == []
+
+
+def test_addresses(run: Run) -> None:
+    assert made().address == "http://10.0.0.1:81"
+    assert made(host="fd00::1").address == "http://[fd00::1]:81"
+
+
+def test_the_token_is_made_once_and_must_be_private(run: Run) -> None:
+    with pytest.raises(TokenError, match="can't be read"):
+        load_token(run)
+    make_token(run)
+    token = load_token(run)
+    make_token(run)
+    assert load_token(run) == token
+    assert len(token) > 30
+    run.inference_token.chmod(0o644)
+    with pytest.raises(TokenError, match="chmod 600"):
+        load_token(run)
+    run.inference_token.chmod(0o600)
+    run.inference_token.write_text("\n")
+    with pytest.raises(TokenError, match="is empty"):
+        load_token(run)
+
+
+def start(attempt: int) -> ledger.Start:
+    return ledger.Start(
+        time=0.0, job="learner", role="learner", index=0, attempt=attempt, job_id="1", host="h"
+    )
+
+
+def end(attempt: int, follows: str) -> ledger.Exit:
+    return ledger.Exit(
+        time=0.0, job="learner", index=0, attempt=attempt, code=0, next=follows, reason="why"
+    )
+
+
+@pytest.mark.parametrize(
+    ("entries", "expected"),
+    [
+        ([], ""),
+        ([start(1)], ""),
+        ([start(1), end(1, "again")], ""),
+        ([start(1), end(1, "finished")], "the run is finished"),
+        ([start(1), end(1, "failed")], "the learner ended for good: why"),
+        ([start(1), end(1, "exhausted")], "the learner ended for good: why"),
+        ([start(1), end(1, "cancelled"), ledger.Resume(time=0.0, job="learner")], ""),
+        ([start(1), end(1, "cancelled"), ledger.Resume(time=0.0, job="rollout")],
+         "the learner ended for good: why"),
+        ([start(1), end(1, "failed"), start(2)], ""),
+    ],
+)  # fmt: skip
+def test_the_learner_is_over_unless_it_was_resumed_since(
+    run: Run, entries: list[ledger.Entry], expected: str
+) -> None:
+    for entry in entries:
+        ledger.append(run.ledger, entry=entry)
+    assert learner_over(run) == expected
