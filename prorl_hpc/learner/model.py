@@ -134,6 +134,8 @@ def build_policy(
             attn_implementation=attention.choose(config.attention, device=ranks.device.type),
         )
     network.tie_weights()
+    # Where padding and the end of a turn are one token, its embedding must learn like any other.
+    network.get_input_embeddings().padding_idx = None
     if config.activation_checkpointing:
         network.gradient_checkpointing_enable({"use_reentrant": False})
     dtype = compute_dtype(config)

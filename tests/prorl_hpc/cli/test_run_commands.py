@@ -22,7 +22,7 @@ from prorl_hpc.cli.watch import is_over, summary
 from prorl_hpc.evaluation.evaluate import plan_leases, score_tasks
 from prorl_hpc.observe.metrics import MetricsWriter
 from prorl_hpc.observe.trajectories import describe_trajectory, segments
-from prorl_hpc.policy import publish_policy
+from prorl_hpc.policy import publish_directory, publish_policy
 from prorl_hpc.recipe import Recipe, TaskConfig, load_recipe
 from prorl_hpc.records import Kind, Outcome, Trajectory
 from prorl_hpc.run import Run
@@ -273,6 +273,26 @@ def test_export_checks_hashes(run: Run, capsys: pytest.CaptureFixture[str]) -> N
     assert main(["export", "quickstart", "out2"]) == 2
     assert "damaged" in capsys.readouterr().err
     assert not Path("out2").exists()
+
+
+def test_export_of_a_step_takes_whatever_holds_it(
+    run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def write(path: Path) -> None:
+        (path / "w.safetensors").write_bytes(b"w")
+
+    assert main(["export", "quickstart", "out", "--step", "4"]) == 2
+    assert (
+        "step 4 of run 'quickstart' has no checkpoint; there: none yet" in capsys.readouterr().err
+    )
+    publish_policy(run, version=5, step=4, write=write)  # after a roll-back
+    assert main(["export", "quickstart", "out", "--step", "4"]) == 0
+    assert "version 5, step 4" in capsys.readouterr().out
+    publish_directory(run.export(2), version=2, step=2, write=write)
+    assert main(["export", "quickstart", "two", "--step", "2"]) == 0
+    assert Path("two/w.safetensors").exists()
+    assert main(["export", "quickstart", "two", "--step", "4"]) == 2
+    assert "two exists" in capsys.readouterr().err
 
 
 def test_show_without_groups(run: Run, capsys: pytest.CaptureFixture[str]) -> None:

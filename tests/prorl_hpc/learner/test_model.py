@@ -1,5 +1,6 @@
 """Packed documents against one at a time through transformers itself; loading and refusing."""
 
+import json
 import warnings
 from pathlib import Path
 
@@ -156,3 +157,18 @@ def test_attention_refuses_what_it_would_get_wrong() -> None:
         )  # fmt: skip
     with pytest.raises(ValueError, match="lengths"):
         document_layout([3, 0])
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "llama"])
+def test_the_embedding_of_an_end_of_turn_that_pads_learns(
+    tmp_path: Path, alone: Ranks, kind: str
+) -> None:
+    """transformers never trains the padding token's row; with pad == eos that is a real token."""
+    directory = save_model(tmp_path / "model", kind=kind, tied=False)
+    config = directory / "config.json"
+    ends = {"pad_token_id": 3, "eos_token_id": 3}
+    config.write_text(json.dumps(json.loads(config.read_text()) | ends))
+    model = build_policy(directory, ModelConfig(), ranks=alone, chunk_tokens=7)
+    packed_logprobs(model, [torch.tensor([4, 3, 5, 6])], temperature=1.0).sum().backward()
+    gradient = model.network.get_input_embeddings().weight.grad
+    assert gradient[3].abs().sum() > 0

@@ -64,6 +64,13 @@ def test_interrupted_equals_uninterrupted_bit_for_bit(
     assert weights_hash(parts, 12) == weights_hash(whole, 12)
     ends = [read_state(run.checkpoint(12)) for run in (whole, parts)]
     assert ends[0].reset == ends[1].reset
+    # KL to the reference goes on over each resume as if there had been none.
+    kls = [
+        {row["step"]: row["kl"] for row in read_metrics(run.metrics("learner")) if "kl" in row}
+        for run in (whole, parts)
+    ]
+    assert kls[0] == kls[1]
+    assert len(kls[0]) == 12
     assert ends[0].reference == ends[1].reference
 
 
