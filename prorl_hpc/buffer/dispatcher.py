@@ -5,6 +5,7 @@
 Durable facts and what follows from them are in `book`.
 """
 
+import re
 from collections.abc import Sequence
 from enum import StrEnum
 
@@ -24,6 +25,9 @@ from prorl_hpc.records import Kind, Lease, Trajectory
 
 GRACE_SECONDS = 5.0
 """A younger lease isn't missed in a heartbeat: its reply may still be on its way."""
+RANDOM_NAME = re.compile(r"[0-9a-f]{12}(?:-[0-9a-f]{12})*")
+"""Tokens of workers and environments: failures that differ by them alone are of one kind."""
+
 MAX_FAILURE_KINDS = 30
 MAX_FAILURE_CHARACTERS = 160
 
@@ -304,7 +308,8 @@ class Dispatcher(GroupBook):
     def _retry(self, group: OpenGroup, t: Trajectory, *, now: float) -> bool:
         """Notes an infrastructure failure; whether the rollout is to be tried again."""
         self.counters[f"failure/{t.task}"] += 1
-        what = f"{t.task}: {t.detail or t.finish_reason}"[:MAX_FAILURE_CHARACTERS]
+        said = RANDOM_NAME.sub("*", t.detail or t.finish_reason)
+        what = f"{t.task}: {said}"[:MAX_FAILURE_CHARACTERS]
         full = what not in self.failures and len(self.failures) >= MAX_FAILURE_KINDS
         self.failures["others" if full else what] += 1
         slot = group.slots[t.rollout_index]

@@ -30,6 +30,7 @@ from prorl_hpc.environment.base import (
     Stop,
 )
 from prorl_hpc.environment.channel import CappedOutput, Channel
+from prorl_hpc.environment.gate import StartGate
 from prorl_hpc.environment.launch import Prepared, prepare
 from prorl_hpc.environment.prologue import setup_script, what_setup_does
 from prorl_hpc.environment.scratch import Scratch, WorkerScratch
@@ -57,7 +58,7 @@ class ShellEnvironment:
 
     def __init__(
         self, spec: EnvironmentSpec, *, features: Features, worker: WorkerScratch,
-        snapshot: SharedSnapshot, gate: asyncio.Semaphore,
+        snapshot: SharedSnapshot, gate: StartGate,
     ) -> None:  # fmt: skip
         self.spec = spec
         self._features, self._worker, self._snapshot = features, worker, snapshot
@@ -100,7 +101,7 @@ class ShellEnvironment:
         """Starts the sandbox and its shell, behind the node's start gate."""
         if self._scratch is not None:
             raise SandboxError("start() was called twice on one environment")
-        async with self._gate:
+        async with self._gate.start(self.spec.image):
             try:
                 self._scratch = await asyncio.to_thread(self._worker.open)
                 self._prepared = await asyncio.to_thread(

@@ -7,15 +7,17 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from hpc.container_probe import probe
 from hpc.errors import ImageError
 from hpc.images import ImageStore
+from hpc.images_build import unpack_image
 from hpc.isolation import Feature
 from prorl_hpc.choices import EnvironmentKind
 from prorl_hpc.environment.base import Backend, Limits
 from prorl_hpc.recipe import TaskConfig
 from prorl_hpc.tasks.base import TaskError
 
-OPTIONS = frozenset({"image", "images", "accept_missing", "limits"})
+OPTIONS = frozenset({"image", "images", "unpack", "accept_missing", "limits"})
 """What every task with a sandbox understands."""
 
 
@@ -29,6 +31,8 @@ class Sandboxes:
     """A path, or a name in `images`; may hold `{instance_id}`; empty: the backend's default."""
     default_image: str
     images: Path | None
+    unpack: Path | None
+    """Node-local directory in which images of the store are unpacked; None: they are mounted."""
     accept_missing: frozenset[Feature]
     limits: Limits
     """Of each environment."""
@@ -65,6 +69,9 @@ class Sandboxes:
         store = ImageStore(self.images)
         # data sets name images like `owner/name:tag`
         plain = name.replace("/", "_").replace(":", "_")
+        if self.unpack is not None:
+            runtime = probe().runtime
+            return unpack_image(store, plain, cache=self.unpack, runtime=runtime)
         store.verify(plain)
         return store.path(plain)
 
@@ -84,7 +91,7 @@ def read_sandboxes(
     except ValueError as err:
         known = ", ".join(Feature)
         raise TaskError(f"tasks.{task}.options.accept_missing: {err}; known: {known}") from err
-    images = options.get("images")
+    images, unpack = options.get("images"), options.get("unpack")
     image = str(options.get("image") or "")
     return Sandboxes(
         task=task,
@@ -92,6 +99,7 @@ def read_sandboxes(
         image=str(Path(image).expanduser()) if image.startswith("~") else image,
         default_image=default_image,
         images=Path(str(images)).expanduser().absolute() if images else None,
+        unpack=Path(str(unpack)).expanduser().absolute() if unpack else None,
         accept_missing=accepted,
         limits=read_limits(task, options.get("limits") or {}, limits),
     )

@@ -348,6 +348,17 @@ def test_failures_are_counted_by_what_went_wrong() -> None:
     assert d.failures == {"sums: no image": 2, "sums: engine gone": 1}
 
 
+def test_names_that_differ_every_time_are_one_kind_of_failure() -> None:
+    d, _ = make()
+    announce(d)
+    d.lease("w0", capacity=4, now=0.0)
+    failure = make_trajectory(0, 0, outcome=Outcome.infrastructure_failure)
+    for token in ("0123456789ab-ba9876543210", "aaaaaaaaaaaa-bbbbbbbbbbbb"):
+        detail = f"init: scratch /local/worker-{token[:12]}/{token} can't be made: No space left"
+        d.admit(replace(failure, detail=detail), now=0.0)
+    assert d.failures == {"sums: init: scratch /local/worker-*/* can't be made: No space left": 2}
+
+
 def test_stages_change_rollouts_and_context_of_new_groups() -> None:
     d, _ = make(stages=(Stage(from_version=1, num_rollouts=6, context_tokens=99),))
     announce(d)

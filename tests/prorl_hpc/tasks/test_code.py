@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from hpc.container_probe import probe
+from hpc.images import ImageStore
 from prorl_hpc.choices import EnvironmentKind
 from prorl_hpc.environment.factory import EnvironmentFactory
 from prorl_hpc.recipe import TaskConfig
@@ -150,6 +152,31 @@ def test_limits_of_the_recipe(tmp_path: Path) -> None:
     limits = task.environment_spec(task.instance(0, kind=Kind.train)).limits
     assert (limits.num_processes, limits.wall_seconds) == (7, 60)
     assert limits.memory_bytes == LIMITS.memory_bytes
+
+
+def test_images_are_unpacked_where_the_recipe_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The runtime is a stand-in that makes a directory; tests/cluster/test_images.py has a real
+    one."""
+    runtime = tmp_path / "apptainer"
+    runtime.write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && { echo apptainer version 1.3.0; exit; }\n'
+        'for word; do target=$before; before=$word; done; mkdir -p "$target/bin"\n'
+    )
+    runtime.chmod(0o755)
+    monkeypatch.setenv("PRORL_APPTAINER", str(runtime))
+    probe.cache_clear()
+    (tmp_path / "images").mkdir()
+    store = ImageStore(tmp_path / "images")
+    store.ensure("code", source="s", source_key="k", make=lambda path: path.write_bytes(b"sif"))
+    task = make(tmp_path, MBPP, image="code", images=str(store.root), unpack=str(tmp_path / "node"))
+    instance = task.instance(0, kind=Kind.train)
+    image = task.environment_spec(instance).image
+    probe.cache_clear()
+    assert image == tmp_path / "node" / f"code-{store.record('code').sha256[:16]}"
+    assert (image / "bin").is_dir()
+    assert task.environment_spec(instance).image == image
 
 
 # --- in a sandbox ------------------------------------------------------------------------------
