@@ -28,6 +28,8 @@ from prorl_hpc.run import Run
 VOCABULARY = 4096
 CONTEXT_TOKENS = 4096
 NUM_STREAMS = 4
+UPDATE_SECONDS = 300.0
+"""No token of a version for so long: the benchmark gives up."""
 
 
 def main() -> int:
@@ -38,6 +40,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--gpus", type=int, default=0)
     parser.add_argument("--start-seconds", type=float, default=600.0)
+    parser.add_argument("--logs", type=Path, default=None, help="keep the server's log here")
     options = parser.parse_args()
     if not Path(options.python).is_file():
         print(
@@ -63,6 +66,7 @@ async def measure(run: Run, options: argparse.Namespace) -> None:
             max_batch=2 * NUM_STREAMS,
             num_gpus=options.gpus,
             start_seconds=options.start_seconds,
+            log_directory=options.logs,
         ),
         path=run.policy(0).resolve(),
         version=0,
@@ -141,7 +145,8 @@ class Seen:
 async def until_first_token(seen: Seen, version: int, move: Callable[[], Awaitable[None]]) -> float:
     started = time.perf_counter()
     await move()
-    return await seen.first(version) - started
+    async with asyncio.timeout(UPDATE_SECONDS):
+        return await seen.first(version) - started
 
 
 def timed(work: Callable[[], Any]) -> float:
@@ -154,7 +159,9 @@ def publish(run: Run, version: int, options: argparse.Namespace) -> Path:
     """A random model as a version."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()  # type: ignore[no-untyped-call]
     heads = max(1, options.hidden // 64)
     config = Qwen2Config(
         vocab_size=VOCABULARY,
