@@ -89,6 +89,20 @@ def read_all(run: Run) -> list[Announcement]:
     return sorted((one for one in found if one is not None), key=lambda one: one.index)
 
 
+def describe(announcements: list[Announcement]) -> str:
+    """One line for people."""
+    if not announcements:
+        return "inference: no server is announced"
+    versions = sorted({one.version for one in announcements})
+    told = f"{versions[0]}" if len(versions) == 1 else f"{versions[0]} to {versions[-1]}"
+    in_flight = sum(one.in_flight for one in announcements)
+    count = len(announcements)
+    return (
+        f"inference: {count} server{'' if count == 1 else 's'} announced, policy version {told}, "
+        f"{in_flight} requests in flight"
+    )
+
+
 @dataclass(kw_only=True, slots=True)
 class _Seen:
     announcement: Announcement

@@ -53,6 +53,7 @@ def test_servers_that_die_join_and_leave_change_nothing_of_what_is_learned(
     served.wait_step(served.step + 2)
     served.cli("scale", served.name, "--inference", "2")
     served.wait(lambda: served.ends("inference")[-1].index == 2, what="server 2 leaves")
+    assert "inference: " in served.cli("status", served.name).stdout
     found = json.loads(served.cli("status", served.name, "--json").stdout)["jobs"]
     assert [job["index"] for job in found if job["job"] == "inference"] == [0, 1, 2]
     served.wait_end()

@@ -12,6 +12,7 @@ from prorl_hpc.inference.announce import (
     Board,
     TokenError,
     announce,
+    describe,
     load_token,
     make_token,
     read,
@@ -80,6 +81,15 @@ def test_files_of_other_runs_newer_formats_and_garbage_are_left_out(run: Run) ->
     (run.announcements / ".4.json.tmp").write_bytes(msgspec.json.encode(made(index=4)))
     assert [one.index for one in read_all(run)] == [2]
     assert Board(Run(run.root / "absent")).look() == []
+
+
+def test_servers_in_one_line() -> None:
+    assert describe([]) == "inference: no server is announced"
+    one, two = made(version=3, in_flight=2), made(index=1, version=5, in_flight=1)
+    assert describe([one]) == (
+        "inference: 1 server announced, policy version 3, 2 requests in flight"
+    )
+    assert "2 servers announced, policy version 3 to 5, 3 requests" in describe([one, two])
 
 
 def test_addresses(run: Run) -> None:
