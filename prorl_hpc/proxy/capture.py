@@ -68,7 +68,7 @@ class Capture:
     def __init__(self, conversation: Conversation, *, roles: frozenset[str]) -> None:
         self.tree = CallTree()
         self.over = asyncio.Event()
-        """Set when no further call is answered: turns are used up, or the engine failed."""
+        """Set when no call is answered any more: turns are used up, or the engine failed."""
         self.failure: Exception | None = None
         self.num_asked = 0
         """Calls that were understood, answered or not."""
@@ -76,6 +76,9 @@ class Capture:
         self._roles = roles
         self._parallel = asyncio.Semaphore(MAX_PARALLEL)
         self._num_counted = 0
+        self._num_sampling = 0
+        self._closed = False
+        """No new calls; those that are being sampled still get their answers."""
         self._last = "stop"
 
     def prepare(self, ask: Ask) -> Prepared:
@@ -83,16 +86,12 @@ class Capture:
         self._check_open()
         self._check_ask(ask)
         self.num_asked += 1
-        conversation = self._conversation
-        if conversation.turns >= conversation.limits.max_turns:
-            self._last = "turns"
-            self.over.set()
-            raise _over(f"max_turns={conversation.limits.max_turns} calls were answered")
+        self._check_turns()
         try:
             prepared = self._render(ask)
         except TokenizerError as err:
             raise Refused(400, str(err)) from err
-        context = conversation.limits.context_tokens
+        context = self._conversation.limits.context_tokens
         if len(prepared.prompt_ids) >= context:
             self._refuse_length(len(prepared.prompt_ids))
         return prepared
@@ -111,26 +110,25 @@ class Capture:
 
     async def answer(self, prepared: Prepared) -> Answer:
         """Samples and keeps the answer. Raises Refused; cancelling cancels the engine's request."""
-        conversation = self._conversation
         async with self._parallel:
             self._check_open()
-            # Calls that were prepared side by side may have used the last turn by now.
-            if conversation.turns >= conversation.limits.max_turns:
-                self._last = "turns"
-                self.over.set()
-                raise _over(f"max_turns={conversation.limits.max_turns} calls were answered")
-            number = conversation.turns
+            self._check_turns()  # calls that were prepared side by side may have used the last one
+            number = self._conversation.turns
+            self._num_sampling += 1
             try:
-                completion = await conversation.sample(
+                completion = await self._conversation.sample(
                     prepared.prompt_ids, max_new_tokens=prepared.ask.max_tokens
                 )
+                return self._keep(prepared, completion, number=number)
             except Exception as err:  # a defect is no more the agent's fault than a dead engine
                 self.failure = self.failure or err
                 self.over.set()
                 log.warning("call %s: %s", number, err)
                 raise Refused(503, "the engine failed; the episode is over") from err
-        self._check_open()
-        return self._keep(prepared, completion, number=number)
+            finally:
+                self._num_sampling -= 1
+                if self._closed and not self._num_sampling:
+                    self.over.set()
 
     def conclude(self) -> None:
         """Hands the main branch and the counts to the conversation. Once, at the end."""
@@ -152,8 +150,17 @@ class Capture:
     # --- parts ---------------------------------------------------------------------------------
 
     def _check_open(self) -> None:
-        if self.over.is_set():
+        if self._closed or self.over.is_set():
             raise _over("no more calls are answered")
+
+    def _check_turns(self) -> None:
+        most = self._conversation.limits.max_turns
+        if self._conversation.turns < most:
+            return
+        self._closed, self._last = True, "turns"
+        if not self._num_sampling:
+            self.over.set()
+        raise _over(f"max_turns={most} calls were answered")
 
     def _check_ask(self, ask: Ask) -> None:
         if ask.tools and "tool" not in self._roles:
@@ -212,7 +219,8 @@ class Capture:
         tokenizer, ask = self._conversation.tokenizer, prepared.ask
         completion, text, stopped_by = cut_at_stop(tokenizer, completion, ask.stop)
         shown, calls = split_answer(text) if ask.tools else (text, [])
-        self._last = "length" if completion.finish_reason == "length" else "stop"
+        if not self._closed:
+            self._last = "length" if completion.finish_reason == "length" else "stop"
         finish = completion.finish_reason
         if stopped_by is not None:
             finish = "stop_sequence"

@@ -133,6 +133,23 @@ def test_many_calls_at_once(tmp_path):
     asyncio.run(work())
 
 
+def test_calls_that_are_being_sampled_outlive_the_last_turn(tmp_path):
+    async def work():
+        async with episode(tmp_path, "x", "y", max_turns=2, held=True) as e:
+            waiting = [asyncio.create_task(e.chat(user(str(i)))) for i in range(2)]
+            await until(lambda: e.conversation.turns == 2, what="both are being sampled")
+            assert (await e.chat(user("c"))).status_code == 403
+            assert not e.capture.over.is_set()
+            e.engine.hold.set()
+            assert [(await one).status_code for one in waiting] == [200, 200]
+            assert e.capture.over.is_set()
+            e.capture.conclude()
+            assert e.conversation.finish_reason == "turns"
+            assert len(e.capture.tree.calls) == 2
+
+    asyncio.run(work())
+
+
 def test_connections_are_bounded(tmp_path):
     async def work():
         async with episode(tmp_path, "x", bounds={"max_connections": 4}) as e:
