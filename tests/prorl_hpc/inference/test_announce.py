@@ -7,7 +7,9 @@ import msgspec
 import pytest
 
 from hpc import ledger
+from hpc.allocation import Allocation
 from prorl_hpc.inference.announce import (
+    BEAT_SECONDS,
     Announcement,
     Board,
     TokenError,
@@ -19,6 +21,7 @@ from prorl_hpc.inference.announce import (
     read_all,
     withdraw,
 )
+from prorl_hpc.inference.herald import Herald
 from prorl_hpc.inference.over import learner_over
 from prorl_hpc.run import Run
 
@@ -70,6 +73,45 @@ def test_a_beat_that_stands_still_is_of_a_dead_server(run: Run) -> None:
     assert [one.index for one in board.look()] == [1]
     announce(run, made(index=0, beat=1, attempt=2, identity="successor"))
     assert [one.identity for one in board.look()] == ["successor", "b"]
+
+
+def herald(run: Run, clock: Clock, *, attempt: int = 1, identity: str = "a") -> Herald:
+    allocation = Allocation(
+        run_directory=run.root, job="inference", role="inference", index=0, attempt=attempt,
+        job_id="7_0", deadline=None, grace_seconds=60, scratch=run.root, node_rank=0, hosts=("h",),
+    )  # fmt: skip
+    return Herald(run, allocation, identity=identity, at=("10.0.0.1", 81), clock=clock)
+
+
+def test_a_server_is_announced_while_it_is_well_and_only_then(run: Run) -> None:
+    clock = Clock()
+    ours = herald(run, clock)
+    ours.tell("", version=3, in_flight=1)
+    found = read(run, 0)
+    assert found is not None
+    assert (found.beat, found.version, found.job_id) == (1, 3, "7_0")
+    clock.now = BEAT_SECONDS / 2
+    ours.tell("", version=4, in_flight=0)
+    assert read(run, 0) == found  # not every round writes a file
+    clock.now = BEAT_SECONDS
+    ours.tell("", version=4, in_flight=0)
+    found = read(run, 0)
+    assert found is not None
+    assert (found.beat, found.version) == (2, 4)
+    ours.tell("the engine is dead", version=4, in_flight=0)
+    assert read(run, 0) is None
+    ours.tell("", version=4, in_flight=0)  # well again: told at once, not at the next beat
+    assert read(run, 0) is not None
+    successor = herald(run, clock, attempt=2, identity="b")
+    successor.tell("", version=4, in_flight=0)
+    assert not ours.fenced
+    clock.now = 3 * BEAT_SECONDS
+    ours.tell("", version=4, in_flight=0)
+    assert ours.fenced
+    ours.withdraw()
+    found = read(run, 0)
+    assert found is not None
+    assert found.identity == "b"
 
 
 def test_files_of_other_runs_newer_formats_and_garbage_are_left_out(run: Run) -> None:
