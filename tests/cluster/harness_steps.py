@@ -69,13 +69,13 @@ def recipe_of(data: Path, store: Path, rootfs: Path, package: Path) -> Recipe:
     )  # fmt: skip
     task = TaskConfig(
         kind="swe", data=str(data), agent=AgentKind.harness, harness=harness, max_turns=9,
-        environment=EnvironmentKind.apptainer, validation_size=1, score_timeout_seconds=400.0,
+        environment=EnvironmentKind.apptainer, validation_size=1, score_timeout_seconds=800.0,
         options={"store": str(store), "image": str(rootfs)},
     )  # fmt: skip
     return Recipe(
         name="harness", steps=1, tasks={"swe": task},
         model=ModelConfig(context_tokens=200_000),
-        rollout=RolloutConfig(max_new_tokens=100_000, episode_seconds=400.0),
+        rollout=RolloutConfig(max_new_tokens=100_000, episode_seconds=800.0),
     )  # fmt: skip
 
 

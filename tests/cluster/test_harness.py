@@ -12,7 +12,7 @@ import pytest
 
 from hpc.files import asset_directory
 
-pytestmark = [pytest.mark.timeout(1200), pytest.mark.process]
+pytestmark = [pytest.mark.timeout(1800), pytest.mark.process]
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def test_mini_swe_agent_mends_a_real_bug(apptainer: Any, package: Path) -> None:
     root = apptainer.user.new_directory("bug")
     done = apptainer.user.run(
         ["python", "-B", str(script), str(apptainer.rootfs), str(package), str(root)],
-        timeout=900.0,
+        timeout=1500.0,
     )
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout.splitlines()[-1])
