@@ -16,7 +16,6 @@ import time
 from dataclasses import dataclass
 from typing import Self
 
-from hpc.cgroups import num_oom_kills
 from hpc.container import Features
 from hpc.errors import SandboxError
 from hpc.isolation import Isolation
@@ -32,9 +31,10 @@ from prorl_hpc.environment.base import (
 from prorl_hpc.environment.channel import CappedOutput, Channel
 from prorl_hpc.environment.gate import StartGate
 from prorl_hpc.environment.launch import Prepared, prepare
+from prorl_hpc.environment.meter import Meter
 from prorl_hpc.environment.prologue import setup_script, what_setup_does
 from prorl_hpc.environment.scratch import Scratch, WorkerScratch
-from prorl_hpc.environment.tree import SandboxTree, SharedSnapshot, resident_bytes
+from prorl_hpc.environment.tree import SandboxTree, SharedSnapshot
 
 TIMEOUT_CODE = 124
 KILLED_CODE = 137
@@ -71,12 +71,11 @@ class ShellEnvironment:
         self._prepared: Prepared | None = None
         self._channel: Channel | None = None
         self._tree: SandboxTree | None = None
+        self._meter: Meter | None = None
         self._watch: asyncio.Task[None] | None = None
         self._reason: EndReason | None = None
         self._stop: Stop | None = None
         self._num_killed = 0
-        self._num_disk_stops = 0
-        self._num_oom_kills = 0
         self._busy = False
         self._unsettled: str | None = None
         self._started = self._last_used = time.monotonic()
@@ -111,6 +110,10 @@ class ShellEnvironment:
             except BaseException:
                 await self.close()
                 raise
+        self._meter = Meter(
+            self._scratch.path, limits=self.spec.limits, groups=self._prepared.groups,
+            snapshot=self._snapshot,
+        )  # fmt: skip
         self._started = self._last_used = time.monotonic()
         self._watch = asyncio.create_task(self._watch_limits())
 
@@ -187,6 +190,8 @@ class ShellEnvironment:
             async with self._killing:
                 self._require_alive()
             await self._settle()
+            assert self._meter
+            self._meter.oom_killed()  # what was killed between commands isn't this one's doing
             sink = CappedOutput(output_bytes)
             began = time.monotonic()
             self._busy = True
@@ -201,7 +206,7 @@ class ShellEnvironment:
                 self._busy = False
                 self._last_used = time.monotonic()
             stopped, self._stop = self._stop, None
-            if stopped is None and done.code != 0 and self._oom_killed():
+            if stopped is None and done.code != 0 and self._meter.oom_killed():
                 stopped = Stop.memory
             code = KILLED_CODE if stopped else done.code
             return CommandResult(
@@ -309,8 +314,7 @@ class ShellEnvironment:
     # --- limits ----------------------------------------------------------------------------
 
     async def _watch_limits(self) -> None:
-        assert self._scratch
-        disk = watchdog.DiskMeter(self._scratch.path)
+        assert self._meter
         limits = self.spec.limits
         while self._reason is None:
             await asyncio.sleep(WATCH_SECONDS)
@@ -327,31 +331,11 @@ class ShellEnvironment:
             tree = self._tree
             if tree is None or not tree.inner:
                 continue
-            usage = await asyncio.to_thread(self._measure, tree, disk, now)
-            stop = watchdog.judge(usage, limits=limits, num_disk_stops=self._num_disk_stops)
-            if stop is None and self._busy and self._oom_killed():
-                stop = Stop.memory  # what the kernel left of the command is of no use
+            stop = await asyncio.to_thread(self._meter.judge, tree, now=now, busy=self._busy)
             if stop is not None:
                 self._stop = self._stop or stop
-                self._num_disk_stops += stop is Stop.disk
                 async with self._killing:
                     await asyncio.to_thread(tree.stop, limits.memory_bytes)
-
-    def _oom_killed(self) -> bool:
-        """Whether the kernel killed something for the memory limit since this was last asked."""
-        if self._prepared is None or not self._prepared.groups:
-            return False
-        before, self._num_oom_kills = self._num_oom_kills, num_oom_kills(self._prepared.groups)
-        return self._num_oom_kills > before
-
-    def _measure(self, tree: SandboxTree, disk: watchdog.DiskMeter, now: float) -> watchdog.Usage:
-        table = self._snapshot.get()
-        pids = tree.payload(table)
-        used, free = disk.read(now)
-        return watchdog.Usage(
-            resident_bytes=resident_bytes(table, pids), num_processes=len(pids),
-            disk_bytes=used, free_bytes=free,
-        )  # fmt: skip
 
     # --- files -----------------------------------------------------------------------------
 
