@@ -8,6 +8,7 @@ at a time so that updates fall between tokens. It takes vLLM's own command line;
 for through the environment:
 
     FAKE_VLLM_TROUBLE   never_well | dies | load_fails | unwell_file:PATH (503 while PATH exists)
+                        | other_spans (streams end with an account of another version)
     FAKE_VLLM_TOKEN_SECONDS   pause before each token
 """
 
@@ -120,8 +121,8 @@ class Handler(FakeHandler):
                 elif len(ids) >= asked["max_tokens"]:
                     reason = "length"
                 if stream:
-                    done = spans if reason else None
-                    self.event({"choices": [choice_of(ids[-1:], reason, done)]})
+                    told = account(spans) if reason else None
+                    self.event({"choices": [choice_of(ids[-1:], reason, told)]})
         finally:
             with state.gate:
                 state.running -= 1
@@ -138,6 +139,13 @@ class Handler(FakeHandler):
                 self.state.gate.wait()
             self.state.num_tokens += 1
             return self.state.version
+
+
+def account(spans: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What the last event of a stream says of its versions."""
+    if TROUBLE == "other_spans":
+        return [span | {"version": "99"} for span in spans]
+    return spans
 
 
 def choice_of(ids: list[int], reason: str | None, spans: Any) -> dict[str, Any]:

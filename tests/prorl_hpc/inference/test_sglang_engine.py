@@ -17,7 +17,7 @@ import pytest
 from prorl_hpc.choices import EngineKind
 from prorl_hpc.inference import supervise
 from prorl_hpc.inference.engine import Chunk, EngineError, Sampling
-from prorl_hpc.inference.http import Channel, RequestRefused
+from prorl_hpc.inference.http import Channel, RequestRefused, ServerGone
 from prorl_hpc.inference.pool import make_engine
 from prorl_hpc.inference.sglang_engine import (
     SglangEngine,
@@ -25,6 +25,7 @@ from prorl_hpc.inference.sglang_engine import (
     sglang_command,
     sglang_environment,
 )
+from prorl_hpc.inference.sglang_server import SglangServer
 from prorl_hpc.policy import publish_directory
 from prorl_hpc.recipe import RecipeError
 from tests.fakes import sglang_server
@@ -237,6 +238,24 @@ def test_a_port_that_was_taken_meanwhile_is_no_reason_to_give_up(
                 await engine.close()
 
     run(check())
+
+
+@pytest.mark.parametrize(
+    ("meta", "words"),
+    [
+        ({"completion_tokens": 3, "output_token_logprobs": [[-1.0, 5, None]]}, "tells of 3 tokens"),
+        ({"output_token_logprobs": [[None, 5, None]]}, "without a log-probability"),
+        ({"output_token_logprobs": [[-1.0, 5, None]], "weight_version": "default"}, "not ours"),
+        ({"output_token_logprobs": "none"}, "answered something else"),
+    ],
+)
+def test_answers_that_training_can_not_use_are_the_servers_failure(
+    meta: dict[str, object], words: str
+) -> None:
+    server = SglangServer("http://127.0.0.1:9", version=0)
+    data = msgspec.json.encode({"meta_info": {"weight_version": "0"} | meta})
+    with pytest.raises(ServerGone, match=words):
+        server._read(data, num_known=0)
 
 
 def test_the_command_line_keeps_what_log_probabilities_mean(tmp_path: Path) -> None:

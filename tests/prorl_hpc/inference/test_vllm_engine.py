@@ -160,6 +160,25 @@ def test_a_stream_is_the_answer_in_chunks_with_a_version_on_each_token(
 
 
 @pytest.mark.process
+def test_a_stream_with_a_wrong_stamp_fails_instead_of_lying(
+    python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_VLLM_TROUBLE", "other_spans")
+
+    async def check() -> None:
+        engine = engine_of(python, tmp_path)
+        await engine.start()
+        try:
+            with pytest.raises(EngineError, match=r"versions \[0\] that \[99\] made"):
+                await collected(engine.stream((1,), sampling=sampling(3)))
+            assert (engine.pool.num_retries, engine.pool.num_lost) == (0, 0)
+        finally:
+            await engine.close()
+
+    run(check())
+
+
+@pytest.mark.process
 @pytest.mark.parametrize("streamed", [True, False])
 def test_cancelling_frees_the_request_on_the_server(
     python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, streamed: bool
