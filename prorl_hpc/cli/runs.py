@@ -67,6 +67,16 @@ def check_startable(run: Run) -> None:
         )
 
 
+def check_unfinished(run: Run, *, to: str) -> None:
+    """Raises UserError for a run whose work is done: nothing of it can be changed any more."""
+    from hpc.status import states
+    from prorl_hpc.observe.culprit import ending
+
+    end = ending(run, states(run))
+    if end is not None and end.done:
+        raise UserError(f"run {run.name!r} can't {to}: it is {end.text}")
+
+
 def list_runs(root: Path) -> list[Run]:
     """All run directories below `root`, the newest last."""
     if not root.is_dir():

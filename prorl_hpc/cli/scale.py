@@ -3,7 +3,7 @@
 import argparse
 
 from hpc.errors import UserError
-from prorl_hpc.cli.runs import check_startable, find_run
+from prorl_hpc.cli.runs import check_startable, check_unfinished, find_run
 
 
 def parser() -> argparse.ArgumentParser:
@@ -31,6 +31,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("scale needs a number of nodes; give --rollout N or --inference N")
     run_ = find_run(args.run)
     check_startable(run_)
+    check_unfinished(run_, to="be scaled")
     for job, count in counts.items():
         scale(run_.root, job, count)
     told = " and ".join(f"{count} {job} nodes" for job, count in counts.items())

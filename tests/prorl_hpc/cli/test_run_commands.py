@@ -236,6 +236,13 @@ def test_cancel_of_a_run_that_has_ended_changes_nothing(
     assert main(["cancel", "quickstart"]) == 0
     assert "nothing to cancel: done; next: prorl-hpc report" in capsys.readouterr().out
     assert not run.stop_request.exists()
+    for argv, what in (
+        (["scale", "quickstart", "--rollout", "3"], "be scaled"),
+        (["reset-reference", "quickstart"], "reset its reference"),
+    ):
+        assert main(argv) == 2
+        assert f"run 'quickstart' can't {what}: it is done; next: " in capsys.readouterr().err
+    assert not run.requests.exists()
 
 
 def test_report_and_list(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
