@@ -19,7 +19,7 @@ from typing import Protocol
 from hpc.errors import HpcError
 from prorl_hpc.records import Trajectory
 from prorl_hpc.service.places import Places
-from prorl_hpc.service.schema import JobRequest, JobResult, JobState, JobView, sample_of
+from prorl_hpc.service.schema import JobRequest, JobState, JobView, encode_result
 from prorl_hpc.service.store import JobStore, StoredJob, StoreError
 
 log = logging.getLogger("prorl_hpc.service")
@@ -298,15 +298,9 @@ class Jobs:
 
     def _end(self, job: _Job, state: JobState, detail: str) -> None:
         samples = [job.finished[index] for index in sorted(job.finished)]
-        result = JobResult(
-            id=job.stored.id,
-            state=state,
-            task=job.request.task,
-            instance_id=samples[0].instance_id if samples else "",
-            samples=[sample_of(trajectory) for trajectory in samples],
-            detail=detail,
+        data = encode_result(
+            job.stored.id, state=state, task=job.request.task, trajectories=samples, detail=detail
         )
-        data = result.model_dump_json().encode()
 
         def save() -> None:
             self._store.finish(

@@ -1,11 +1,14 @@
 """The jobs on disk: an older format, what is kept how long, a disk that refuses."""
 
+import json
 import sqlite3
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from prorl_hpc.service.schema import JobState
+from prorl_hpc.records import Kind, Trajectory
+from prorl_hpc.service.schema import JobResult, JobState, Sample, encode_result
 from prorl_hpc.service.store import FORMAT, JobStore, StoreError
 from tests.prorl_hpc.service.conftest import run, serving, until
 
@@ -97,3 +100,30 @@ def test_a_disk_that_refuses_loses_no_result(
             assert [sample["reward"] for sample in result["samples"]] == [1.0]
 
     run(check())
+
+
+def test_a_result_is_written_as_the_schema_reads_it() -> None:
+    trajectory = Trajectory(
+        group_id=1,
+        rollout_index=2,
+        kind=Kind.train,
+        task="sums",
+        instance_id="i",
+        tokens=np.array([1, 2], dtype=np.int32),
+        loss_mask=np.array([0, 1], dtype=np.uint8),
+        logprobs=np.array([0.0, -0.1], dtype=np.float32),
+        versions=np.array([-1, 4], dtype=np.int32),
+        reward=0.5,
+        components={"a": 1.0},
+        timings={"run": 0.1},
+        isolation={"backend": "none"},
+    )
+    data = encode_result(
+        "job", state=JobState.done, task="sums", trajectories=[trajectory], detail="d"
+    )
+    result = JobResult.model_validate_json(data)
+    assert set(json.loads(data)["samples"][0]) == set(Sample.model_fields)
+    (sample,) = result.samples
+    assert (sample.tokens, sample.loss_mask, sample.versions) == ([1, 2], [0, 1], [-1, 4])
+    assert np.float32(sample.logprobs[1]) == np.float32(-0.1)  # float32 survives as it was
+    assert (result.instance_id, sample.reward, sample.outcome) == ("i", 0.5, "scored")
