@@ -103,6 +103,12 @@ class Sandbox:
         pass
 
 
+class InSandbox(SingleTurn):
+    """One request to the engine stands for all turns."""
+
+    needs_environment = True
+
+
 class Bugs:
     """A task whose environments and tests take their time; the engine below is the model."""
 
@@ -194,7 +200,7 @@ def make_core(directory: Path, way: Way) -> tuple[Core, Model]:
     parts = Parts(
         recipe=recipe,
         tasks={TASK: Bugs()},
-        agents={TASK: SingleTurn()},
+        agents={TASK: InSandbox()},
         tokenizer=tokenizer,
         engine=model,
         versions=Versions(model, run=Run(directory)),

@@ -33,7 +33,8 @@ def make_nemo_gym(name: str, config: TaskConfig, seed: int) -> "NemoGymTask":  #
     options = read_options(
         name, config.options, {"resources_server": object, "resources_servers": dict}
     )
-    if config.environment is not EnvironmentKind.none or config.agent is AgentKind.bash:
+    agents = (AgentKind.single_turn, AgentKind.tools)
+    if config.environment is not EnvironmentKind.none or config.agent not in agents:
         raise TaskError(
             f"tasks.{name}: a Gym server is the environment; set environment=none and "
             "agent=single_turn or tools"

@@ -28,8 +28,8 @@ TOKEN = "a token"
 class HeldEngine(ScriptedEngine):
     """A scripted engine that can be held back; counts what is in flight."""
 
-    def __init__(self, answers: Any) -> None:
-        super().__init__(make_tokenizer(), answers)
+    def __init__(self, answers: Any, *, tokenizer: Any = None) -> None:
+        super().__init__(tokenizer or make_tokenizer(), answers)
         self.gate = asyncio.Event()
         self.gate.set()
         self.in_flight = 0

@@ -8,6 +8,7 @@ import pytest
 
 from prorl_hpc.records import Score
 from tests.fakes.environments import FakeEnvironment, ShellTask
+from tests.prorl_hpc.agents.templates import byte_tokenizer
 from tests.prorl_hpc.service.conftest import HeldEngine, run, serving, until
 
 
@@ -44,8 +45,11 @@ def test_cancelling_frees_everything(directory: Path, stage: str) -> None:
         return made[-1]
 
     async def check() -> None:
-        engine = HeldEngine(lambda ids, affinity: "3")
-        pipeline = {"task": Scoring(), "make_environment": make, "recipe": recipe()}
+        tokenizer = byte_tokenizer()
+        submit = "```bash\nsubmit\n```"
+        engine = HeldEngine(lambda ids, affinity: submit, tokenizer=tokenizer)
+        pipeline = {"task": Scoring(), "make_environment": make, "recipe": recipe(),
+                    "tokenizer": tokenizer}  # fmt: skip
         async with serving(directory, engine=engine, pipeline=pipeline, capacity=1) as service:
             if stage in ("run", "queue"):
                 engine.gate.clear()

@@ -106,6 +106,7 @@ def test_rows_that_can_not_be_run_are_named(tmp_path: Path, wrong: Any, words: s
         ({"options": {"server": "x"}}, "options.server is unknown"),
         ({"environment": EnvironmentKind.bubblewrap}, "environment=none"),
         ({"agent": AgentKind.bash}, "agent=single_turn or tools"),
+        ({"agent": AgentKind.harness}, "agent=single_turn or tools"),
     ],
 )
 def test_a_recipe_that_can_not_work_is_named(tmp_path: Path, config: Any, words: str) -> None:
