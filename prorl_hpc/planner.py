@@ -46,7 +46,8 @@ def make_service_plan(
     recipe: Recipe, site: Site, *, run_directory: Path, python: str = sys.executable
 ) -> Plan:
     """One job that serves rollouts over HTTP, with the resources of one rollout node."""
-    rollout = _rollout(recipe, site, run_directory, python, after="")
+    alone = dataclasses.replace(recipe, rollout=dataclasses.replace(recipe.rollout, nodes=1))
+    rollout = _rollout(alone, site, run_directory, python, after="")
     command = (python, "-m", "prorl_hpc.service", "--run", str(run_directory))
     job = dataclasses.replace(rollout, name="service", command=command, array_size=None, after=())
     return Plan(run=recipe.name, run_directory=str(run_directory), jobs=(job,))

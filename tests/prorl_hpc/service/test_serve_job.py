@@ -28,7 +28,7 @@ backend: slurm
 gpu_spelling: gres
 placements:
   default: {partition: cpu}
-  rollout: {partition: a100, gpu_type: a100, max_walltime_minutes: 60}
+  rollout: {partition: a100, gpu_type: a100, max_walltime_minutes: 60, max_nodes: 2}
 """
 
 
@@ -47,7 +47,7 @@ def test_a_dry_run_writes_a_script_that_plain_sbatch_runs(
     (groups / "site" / "big.yaml").write_text(SLURM)
     service = tmp_path / "my service"
     command = ["serve", *RECIPE, "site=big", "--recipe-dir", str(groups), "--port", "8006",
-               "rollout.gpus_per_node=2", "--policy", str(policy),
+               "rollout.gpus_per_node=2", "rollout.nodes=99", "--policy", str(policy),
                "--dir", str(service / "one")]  # fmt: skip
     assert main([*command, "--dry-run"]) == 0
     out = capsys.readouterr().out
