@@ -1,7 +1,7 @@
 """Real tokens per second and peak memory of a learner step: ours, TRL's GRPOTrainer, a plain one.
 
 The same model (Qwen2 type, random weights), the same samples (fixed, so that nobody generates),
-the same loss (GRPO, DAPO's token mean, clip 0.2/0.4, no KL), AdamW in float32, one thread. TRL takes
+the same loss (GRPO, DAPO's token mean, clip 0.2/0.4, no KL), AdamW in float32, one thread. TRL gets
 the samples through its own `rollout_func` and is timed from the end of one step to that of another.
 Each trainer is run at several micro-batch sizes, each in a process of its own; the fastest counts.
 The plain step pads to the longest of a micro-batch and computes full logits, without any trainer.
