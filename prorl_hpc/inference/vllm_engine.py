@@ -35,6 +35,10 @@ OUR_FLAGS = (
 )  # fmt: skip
 """What a recipe's own arguments mustn't change: addresses, and what log-probabilities mean."""
 
+CPU_FLAGS = ("--enforce-eager", "--no-enable-chunked-prefill")
+"""A seeded request whose prompt is read in parts, be it at an update, ends vLLM 0.32's engine on
+CPUs: it winds the request's random generator back, which CPU generators can't."""
+
 MIN_CPU_HEAD_SIZE = 32
 """vLLM's CPU attention crashes at the first request below this."""
 
@@ -146,7 +150,7 @@ def vllm_command(
         # The model's generation_config.json must not change how tokens are drawn.
         "--generation-config", "vllm",
         "--weight-transfer-config", json.dumps({"backend": vllm_plugin.BACKEND}),
-        *(("--enforce-eager",) if options.num_gpus == 0 else ()),
+        *(CPU_FLAGS if options.num_gpus == 0 else ()),
         *options.arguments,
     )  # fmt: skip
     return in_image(

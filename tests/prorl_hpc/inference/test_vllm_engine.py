@@ -379,3 +379,16 @@ def test_an_image_gets_the_policy_directory_and_the_gpus(tmp_path: Path) -> None
     binds = [command[i + 1] for i, part in enumerate(command) if part == "--bind"]
     assert binds == ["/run/policy", "/plugin", "/sock"]
     assert command[-2:] == ("--seed", "1")
+
+
+@pytest.mark.parametrize("num_gpus", [0, 1])
+def test_on_cpus_prompts_are_never_read_in_parts(num_gpus: int) -> None:
+    """vLLM 0.32 dies of that there, where requests have seeds, as all of ours."""
+    options = VllmOptions(
+        num_servers=1, python="python3", context_tokens=64, dtype="float32", max_batch=1,
+        num_gpus=num_gpus,
+    )  # fmt: skip
+    command = vllm_command(
+        options, path=Path("/v0"), address="unix:/a", identity="p", plugin=Path("/plugin")
+    )
+    assert ("--no-enable-chunked-prefill" in command) == (num_gpus == 0)

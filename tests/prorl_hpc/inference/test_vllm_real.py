@@ -42,7 +42,9 @@ def run(test: object) -> None:
 
 
 @asynccontextmanager
-async def started(run_: Run, *, tied: bool, on_port: bool = False) -> AsyncIterator[VllmEngine]:
+async def started(
+    run_: Run, *, tied: bool, on_port: bool = False, arguments: tuple[str, ...] = ()
+) -> AsyncIterator[VllmEngine]:
     options = VllmOptions(
         num_servers=1,
         python=PYTHON,
@@ -51,6 +53,7 @@ async def started(run_: Run, *, tied: bool, on_port: bool = False) -> AsyncItera
         max_batch=32,
         start_seconds=400.0,
         log_directory=run_.root / "logs",
+        arguments=arguments,
     )
     path = publish_tiny(run_, version=1, tied=tied)
     engine = VllmEngine(options, path=path.resolve(), version=1)
@@ -219,6 +222,22 @@ def test_streams_cancelling_and_its_openai_face(tmp_path: Path) -> None:
                 assert chunks[-1].finish_reason == answer.finish_reason
             finally:
                 await theirs.close()
+
+    run(check())
+
+
+def test_prompts_beyond_one_step_do_not_end_the_engine(tmp_path: Path) -> None:
+    """Eight prompts of 400 tokens, all at once, where a step takes 512: none is read in parts."""
+
+    async def check() -> None:
+        run_ = Run(tmp_path / "run")
+        more = ("--max-num-batched-tokens", "512")
+        async with started(run_, tied=True, arguments=more) as engine:
+            answers = await asyncio.gather(
+                *(engine.generate((5, 6) * 200, sampling=asked(8, seed=s)) for s in range(8))
+            )
+            assert all(answer.token_ids for answer in answers)
+            assert engine.pool.num_lost == 0
 
     run(check())
 
