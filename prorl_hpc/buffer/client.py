@@ -131,6 +131,11 @@ class RolloutClient:
             raise
         return client
 
+    @property
+    def silent_seconds(self) -> float:
+        """Since the buffer's last answer."""
+        return self._channel.silent_seconds
+
     async def lease(self, capacity: int) -> LeaseReply:
         """Leases of up to `capacity` rollouts; none means: ask again after `retry_seconds`."""
         reply = await self._channel.ask(LeaseRequest(capacity=capacity))

@@ -26,8 +26,8 @@ from prorl_hpc.inference.announce import load_token
 from prorl_hpc.inference.engine import Engine
 from prorl_hpc.inference.gateway import MAX_BODY_BYTES, Gateway
 from prorl_hpc.inference.herald import Herald
-from prorl_hpc.inference.over import learner_over
 from prorl_hpc.observe.metrics import MetricsWriter
+from prorl_hpc.over import LearnerWatch, learner_end
 from prorl_hpc.policy import PolicyError, latest_version
 from prorl_hpc.recipe import Recipe, load_recipe
 from prorl_hpc.rollout.versions import Versions
@@ -37,7 +37,6 @@ from prorl_hpc.service.gate import Gate
 log = logging.getLogger("prorl_hpc.inference")
 
 POLL_SECONDS = 0.5
-LEDGER_SECONDS = 2.0
 METRICS_SECONDS = 5.0
 TERMINATE_DRAIN_SECONDS = 20.0
 """After SIGTERM: within the 30 s that Slurm leaves a preempted job unless configured otherwise."""
@@ -72,8 +71,8 @@ async def serve(run: Run, *, allocation: Allocation, stop: StopFlag) -> End:
 
     recipe = of_job(load_recipe(run.recipe))
     token = load_token(run)
-    if over := learner_over(run):
-        return End(reason=over, finished=True)
+    if over := learner_end(run):
+        return End(reason=over.reason, finished=True)
     version = await await_policy(run, recipe, stop=stop)
     async with AsyncExitStack() as stack:
         opening = stack.enter_async_context(engine_at(recipe, run, version))
@@ -178,7 +177,7 @@ class Job:
         self._herald = Herald(run, allocation, identity=gateway.identity, at=listener.getsockname())
         self._asked = (clock(), 0)
         self._behind_since: float | None = None
-        self._looked: tuple[float, int] = (-float("inf"), -1)
+        self._learner = LearnerWatch(run, clock=clock)
         self._reported = (clock(), 0, 0)
         self._progress = _progress_before(allocation)
         self._loaded = {versions.version}
@@ -254,22 +253,9 @@ class Job:
             return End(reason="a newer attempt of this job serves in its place")
         if gateway.dead:
             return End(reason=gateway.dead)
-        if reason := self._run_over():
-            return End(reason=reason, finished=True)
+        if over := self._learner():
+            return End(reason=over.reason, finished=True)
         return self._behind(newest) or self._idle()
-
-    def _run_over(self) -> str:
-        """Asks the ledger when it has grown."""
-        now = self._clock()
-        if now - self._looked[0] < LEDGER_SECONDS:
-            return ""
-        try:
-            size = self._run.ledger.stat().st_size
-        except OSError:
-            size = 0
-        grown = size != self._looked[1]
-        self._looked = (now, size)
-        return learner_over(self._run) if grown else ""
 
     def _behind(self, newest: int | None) -> End | None:
         """A server that can't follow must not stay behind silently."""

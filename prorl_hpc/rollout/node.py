@@ -23,6 +23,7 @@ from prorl_hpc.buffer.client import RolloutClient, locate_buffer
 from prorl_hpc.buffer.keys import load_client_keys
 from prorl_hpc.inference.pool import make_engine
 from prorl_hpc.observe.metrics import MetricsWriter
+from prorl_hpc.over import LearnerWatch, learner_end
 from prorl_hpc.policy import PolicyError, latest_version, verify_policy
 from prorl_hpc.recipe import Recipe, load_recipe
 from prorl_hpc.records import Kind
@@ -41,6 +42,8 @@ from prorl_hpc.tasks.registry import make_tasks
 log = logging.getLogger("prorl_hpc.rollout")
 
 POLL_SECONDS = 0.2
+SILENT_SECONDS = 10.0
+"""A buffer that says nothing for so long may have left: the ledger knows."""
 
 T = TypeVar("T")
 
@@ -55,6 +58,8 @@ async def work(run: Run, *, allocation: Allocation, stop: StopFlag) -> End:
     Raises UserError for what the user must mend, EndpointTimeout and PeerMissing for absent peers.
     """
     recipe = load_recipe(run.recipe)
+    if (over := learner_end(run)) and over.finished:
+        return End(reason=over.reason, finished=True)
     tasks = make_tasks(recipe)
     await asyncio.to_thread(_await_buffer, run, recipe, stop)
     version = await await_policy(run, recipe, stop=stop)
@@ -93,9 +98,23 @@ async def work(run: Run, *, allocation: Allocation, stop: StopFlag) -> End:
             health=Health(),
             terms=terms_of(recipe),
             stop_reason=lambda: stop.reason or serving.missing(),
+            run_over=_run_over(run, client),
             report=_reporter(metrics, allocation, more=serving.metrics),
         )
         return await worker.run()
+
+
+def _run_over(run: Run, client: RolloutClient) -> Callable[[], str]:
+    """Whether all steps are done, for a node that the buffer left without telling it."""
+    watch = LearnerWatch(run)
+
+    def reason() -> str:
+        if client.silent_seconds < SILENT_SECONDS:
+            return ""
+        end = watch()
+        return end.reason if end is not None and end.finished else ""
+
+    return reason
 
 
 async def unless_stopped(peer: Coroutine[Any, Any, T], stop: StopFlag) -> T:

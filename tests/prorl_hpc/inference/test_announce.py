@@ -6,7 +6,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from hpc import ledger
 from hpc.allocation import Allocation
 from prorl_hpc.inference.announce import (
     BEAT_SECONDS,
@@ -22,7 +21,6 @@ from prorl_hpc.inference.announce import (
     withdraw,
 )
 from prorl_hpc.inference.herald import Herald
-from prorl_hpc.inference.over import learner_over
 from prorl_hpc.run import Run
 
 
@@ -154,38 +152,3 @@ def test_the_token_is_made_once_and_must_be_private(run: Run) -> None:
     run.inference_token.write_text("\n")
     with pytest.raises(TokenError, match="is empty"):
         load_token(run)
-
-
-def start(attempt: int) -> ledger.Start:
-    return ledger.Start(
-        time=0.0, job="learner", role="learner", index=0, attempt=attempt, job_id="1", host="h"
-    )
-
-
-def end(attempt: int, follows: str) -> ledger.Exit:
-    return ledger.Exit(
-        time=0.0, job="learner", index=0, attempt=attempt, code=0, next=follows, reason="why"
-    )
-
-
-@pytest.mark.parametrize(
-    ("entries", "expected"),
-    [
-        ([], ""),
-        ([start(1)], ""),
-        ([start(1), end(1, "again")], ""),
-        ([start(1), end(1, "finished")], "the run is finished"),
-        ([start(1), end(1, "failed")], "the learner ended for good: why"),
-        ([start(1), end(1, "exhausted")], "the learner ended for good: why"),
-        ([start(1), end(1, "cancelled"), ledger.Resume(time=0.0, job="learner")], ""),
-        ([start(1), end(1, "cancelled"), ledger.Resume(time=0.0, job="rollout")],
-         "the learner ended for good: why"),
-        ([start(1), end(1, "failed"), start(2)], ""),
-    ],
-)  # fmt: skip
-def test_the_learner_is_over_unless_it_was_resumed_since(
-    run: Run, entries: list[ledger.Entry], expected: str
-) -> None:
-    for entry in entries:
-        ledger.append(run.ledger, entry=entry)
-    assert learner_over(run) == expected
