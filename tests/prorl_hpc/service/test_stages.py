@@ -87,7 +87,7 @@ def recipe() -> Any:
     made = make_recipe(max_new_tokens=60)
     task = replace(
         made.tasks["sums"],
-        agent=AgentKind.single_turn,
+        agent=AgentKind.bash,
         environment=EnvironmentKind.process,
         max_turns=3,
     )
