@@ -72,7 +72,7 @@ def make_scratch(scratch: Path, *, owner: Owner, now: float) -> None:
     if user_directory.is_symlink() or user_directory.stat().st_uid != os.getuid():
         raise UserError(f"{user_directory} belongs to someone else; set site.scratch or TMPDIR")
     _sweep(user_directory, now=now)
-    scratch.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _make(scratch)
     for old in scratch.parent.iterdir():
         if old.name.isdigit() and int(old.name) < int(scratch.name):
             remove_scratch(old)
@@ -89,18 +89,37 @@ def remove_scratch(scratch: Path) -> None:
         scratch.parent.rmdir()
 
 
+def _make(scratch: Path) -> None:
+    """The attempt's directory; the end of the attempt before may just remove the one above it."""
+    for is_last in (False, False, True):
+        try:
+            scratch.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except FileNotFoundError:
+            if is_last:
+                raise
+        else:
+            return
+
+
 def _mark(scratch: Path) -> Path:
     return scratch.with_name(f"{scratch.name}.owner")
 
 
 def _sweep(user_directory: Path, *, now: float) -> None:
-    for mark in list(user_directory.glob("*/*.owner")):
+    for mark in _marks(user_directory):
         try:
             found = msgspec.json.decode(mark.read_bytes(), type=Owner)
         except (OSError, msgspec.DecodeError):  # being written or removed just now
             continue
         if found.is_gone(now):
             remove_scratch(mark.with_name(mark.name.removesuffix(".owner")))
+
+
+def _marks(user_directory: Path) -> Iterator[Path]:
+    """All marks; other jobs make and remove directories meanwhile, where `glob` would raise."""
+    for index_directory in list(user_directory.iterdir()):
+        with contextlib.suppress(OSError):
+            yield from [path for path in index_directory.iterdir() if path.suffix == ".owner"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

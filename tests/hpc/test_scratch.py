@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -106,3 +107,19 @@ def test_directories_of_killed_commands_are_swept(tmp_path: Path) -> None:
         assert foreign.is_dir()
     assert not mine.exists()
     assert [path.name for path in tmp_path.iterdir()] == ["prorl-12-ab"]
+
+
+def test_directories_that_others_make_and_remove_meanwhile_disturb_nobody(tmp_path: Path) -> None:
+    """Many attempts of one array start and end on a node at once."""
+    me = owner(os.getpid(), deadline=None)
+
+    def come_and_go(index: int) -> None:
+        for attempt in range(1, 60):
+            scratch = tmp_path / "prorl-7" / f"key-rollout-{index}" / str(attempt)
+            make_scratch(scratch, owner=me, now=0.0)
+            remove_scratch(scratch)
+
+    with ThreadPoolExecutor(8) as pool:
+        for done in [pool.submit(come_and_go, index) for index in range(8)]:
+            done.result(timeout=120)
+    assert list((tmp_path / "prorl-7").iterdir()) == []
