@@ -111,7 +111,7 @@ class Conversation:
         self._engine = engine
         self._sampling = sampling
         self._seed = seed
-        self._rollout_index = rollout_index
+        self.rollout_index = rollout_index
         self._affinity = affinity
         self.stops = stop_ids(tokenizer)
         self._answer_ids: tuple[int, ...] = ()
@@ -166,7 +166,7 @@ class Conversation:
                 top_p=self._sampling.top_p,
                 top_k=self._sampling.top_k,
                 policy_version=self._sampling.policy_version,
-                seed=derive_seed(self._seed, self._rollout_index, turn),
+                seed=derive_seed(self._seed, self.rollout_index, turn),
             ),
             affinity=self._affinity,
         )

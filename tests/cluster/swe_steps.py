@@ -54,7 +54,7 @@ class Attacker:
     async def run(self, conversation: Any, *, messages: Any, environment: Any) -> None:
         name = NAMES[conversation._rollout_index]
         script = gold_script(self._gold, TREE) if name in REPAIRS else attack(name)
-        replay = Replay(lambda _: script, command_seconds=COMMAND_SECONDS)
+        replay = Replay(lambda *_: script, command_seconds=COMMAND_SECONDS)
         await replay.run(conversation, messages=messages, environment=environment)
 
 

@@ -79,7 +79,7 @@ def test_the_recipe_end_to_end(site: Site) -> None:
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}\n{logs}"
     rows = site.read(run / "metrics/learner.jsonl")
     assert any(row.get("event") == "step" and row["step"] == 1 for row in rows), logs
-    # the first attempt at an instance replays its gold patch
+    # the first rollout of a group replays the gold patch, the second nothing
     validated = [row for row in rows if row.get("event") == "validation"]
     assert validated[-1]["score"] == 1.0, validated
     shown = site.call("show", str(run), "--group", "0").stdout
