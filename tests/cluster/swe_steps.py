@@ -52,7 +52,7 @@ class Attacker:
         self._gold = gold
 
     async def run(self, conversation: Any, *, messages: Any, environment: Any) -> None:
-        name = NAMES[conversation._rollout_index]
+        name = NAMES[conversation.rollout_index]
         script = gold_script(self._gold, TREE) if name in REPAIRS else attack(name)
         replay = Replay(lambda *_: script, command_seconds=COMMAND_SECONDS)
         await replay.run(conversation, messages=messages, environment=environment)
