@@ -121,7 +121,7 @@ def make_pipeline(
             max_new_tokens=4,
         ),
     )  # fmt: skip
-    agent = CountingReplay(lambda _: script, render=lambda ids, _said: list(ids[:1]))
+    agent = CountingReplay(lambda *_: script, render=lambda ids, _said: list(ids[:1]))
     return Pipeline(Parts(
         recipe=recipe, tasks={TASK: ContainerTask(spec)}, agents={TASK: agent},
         tokenizer=tokenizer, engine=engine, versions=Versions(engine, run=Run(root / "run")),
