@@ -30,7 +30,7 @@ from prorl_hpc.records import Kind
 from prorl_hpc.rollout.health import Health
 from prorl_hpc.rollout.pipeline import Parts, Pipeline
 from prorl_hpc.rollout.scoring import VerifierPool
-from prorl_hpc.rollout.serving import Serving, is_served, open_served
+from prorl_hpc.rollout.serving import Serving, is_served, open_own, open_served
 from prorl_hpc.rollout.spool import Spool
 from prorl_hpc.rollout.versions import Versions
 from prorl_hpc.rollout.worker import End, Terms, Worker
@@ -72,7 +72,7 @@ async def work(run: Run, *, allocation: Allocation, stop: StopFlag) -> End:
             serving = await open_served(stack, run, recipe, version=version, stop=stop)
         else:
             engine, digest = await stack.enter_async_context(engine_at(recipe, run, version))
-            serving = Serving(engine=engine, versions=Versions(engine, run=run, digest=digest))
+            serving = open_own(stack, engine, Versions(engine, run=run, digest=digest))
         pipeline = _make_pipeline(
             stack, recipe, tasks=tasks, tokenizer=tokenizer, serving=serving,
             make_environment=make_environment, allocation=allocation,
