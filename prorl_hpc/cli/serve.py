@@ -6,6 +6,7 @@ from pathlib import Path
 
 from hpc.errors import UserError
 from hpc.site import Backend
+from prorl_hpc.choices import InferencePlacement
 from prorl_hpc.recipe import Recipe, site_of
 from prorl_hpc.run import Run
 from prorl_hpc.service.allowed import check_host
@@ -68,6 +69,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _where(args: argparse.Namespace, recipe: Recipe) -> Where:
+    own_jobs = recipe.inference.placement is InferencePlacement.own_jobs
+    if own_jobs and not args.llm_servers:
+        raise UserError(
+            "inference.placement=own_jobs: a service starts no inference jobs; set "
+            "inference.placement=rollout_nodes, or bring servers with --llm-servers"
+        )
     policy = args.policy or (Path(recipe.model.path) if recipe.model.path else None)
     if policy is None or not (policy / "config.json").is_file():
         raise UserError(

@@ -7,6 +7,7 @@ clients bring jobs.
 
 import asyncio
 import functools
+import logging
 import os
 import secrets
 import signal
@@ -34,6 +35,7 @@ from prorl_hpc.policy import MANIFEST, verify_policy
 from prorl_hpc.recipe import Recipe
 from prorl_hpc.rollout.pipeline import Parts
 from prorl_hpc.rollout.scoring import VerifierPool
+from prorl_hpc.rollout.serving import open_own
 from prorl_hpc.rollout.versions import Versions
 from prorl_hpc.run import Run
 from prorl_hpc.service.app import make_app
@@ -41,9 +43,11 @@ from prorl_hpc.service.callbacks import Callbacks
 from prorl_hpc.service.core import Core
 from prorl_hpc.service.job import Where
 from prorl_hpc.service.jobs import Bounds, Jobs
-from prorl_hpc.service.store import JobStore
+from prorl_hpc.service.store import JobStore, StoreError
 from prorl_hpc.tasks.environment_task import MakeEnvironment
 from prorl_hpc.tasks.registry import make_tasks
+
+log = logging.getLogger("prorl_hpc.service")
 
 FAREWELL_SECONDS = 10
 PROGRESS_SECONDS = 30.0
@@ -111,7 +115,10 @@ async def serve(recipe: Recipe, where: Where, *, allocation: Allocation | None =
 
 async def _record_progress(allocation: Allocation, store: JobStore) -> None:
     while True:
-        await asyncio.to_thread(allocation.record_progress, float(store.num_added))
+        try:
+            await asyncio.to_thread(allocation.record_progress, float(store.num_added))
+        except (OSError, StoreError) as err:  # a full disk: the chain needs the next one
+            log.warning("progress can't be recorded: %s", err)
         await asyncio.sleep(PROGRESS_SECONDS)
 
 
@@ -204,6 +211,7 @@ async def _open_core(stack: AsyncExitStack, recipe: Recipe, where: Where) -> Cor
     engine = _engine(recipe, where)
     stack.push_async_callback(engine.close)
     await engine.start()
+    serving = open_own(stack, engine, Versions(engine, run=Run(where.directory)))
     scorer = VerifierPool(
         recipe.tasks,
         seed=recipe.seed,
@@ -217,7 +225,8 @@ async def _open_core(stack: AsyncExitStack, recipe: Recipe, where: Where) -> Cor
             agents=agents,
             tokenizer=tokenizer,
             engine=engine,
-            versions=Versions(engine, run=Run(where.directory)),
+            versions=serving.versions,
+            limits=serving.limits,
             scorer=scorer,
             make_environment=_environments(stack, recipe),
             worker=f"service-{os.getpid()}",
