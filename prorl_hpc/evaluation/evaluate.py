@@ -8,11 +8,11 @@ import asyncio
 import hashlib
 import json
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from prorl_hpc.choices import EnvironmentKind
 from prorl_hpc.evaluation.estimators import Interval, bootstrap_interval, pass_at_k
 from prorl_hpc.recipe import Recipe
 from prorl_hpc.records import Kind, Lease, Trajectory
@@ -112,40 +112,40 @@ async def _sample(
     """Every rollout of every lease, through one pipeline."""
     from prorl_hpc.agents.registry import make_agent
     from prorl_hpc.agents.render import load_tokenizer
-    from prorl_hpc.environment.factory import EnvironmentFactory
     from prorl_hpc.inference.pool import make_engine
+    from prorl_hpc.rollout.environments import open_environments
     from prorl_hpc.rollout.pipeline import Parts, Pipeline
     from prorl_hpc.rollout.scoring import VerifierPool
     from prorl_hpc.rollout.versions import Versions
     from prorl_hpc.tasks.registry import make_tasks
 
     tokenizer = load_tokenizer(model)
-    sandboxed = any(t.environment is not EnvironmentKind.none for t in recipe.tasks.values())
-    factory = EnvironmentFactory(scratch / "environments") if sandboxed else None
-    scorer = VerifierPool(recipe.tasks, seed=recipe.seed, num_workers=recipe.rollout.eval_workers)
-    engine = make_engine(recipe, path=model, version=0)
-    await engine.start()
-    try:
+    tasks = make_tasks(recipe)
+    async with AsyncExitStack() as stack:
+        make_environment = await asyncio.to_thread(
+            open_environments, stack, tasks, scratch / "environments"
+        )
+        workers = recipe.rollout.eval_workers
+        scorer = VerifierPool(recipe.tasks, seed=recipe.seed, num_workers=workers)
+        stack.push_async_callback(scorer.close)
+        engine = make_engine(recipe, path=model, version=0)
+        stack.push_async_callback(engine.close)
+        await engine.start()
         pipeline = Pipeline(
             Parts(
                 recipe=recipe,
-                tasks=make_tasks(recipe),
+                tasks=tasks,
                 agents={n: make_agent(t, tokenizer=tokenizer) for n, t in recipe.tasks.items()},
                 tokenizer=tokenizer,
                 engine=engine,
                 versions=Versions(engine, run=Run(scratch)),
                 scorer=scorer,
-                make_environment=factory.create if factory is not None else None,
+                make_environment=make_environment,
                 worker="evaluation",
                 attempt=1,
             )
         )
         return await _produce_all(pipeline.produce, leases, report=report)
-    finally:
-        await engine.close()
-        await scorer.close()
-        if factory is not None:
-            factory.close()
 
 
 async def _produce_all(

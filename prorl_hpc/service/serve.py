@@ -12,7 +12,7 @@ import os
 import secrets
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AsyncExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -27,12 +27,12 @@ from hpc.files import publish
 from hpc.scratch import OwnedDirectory
 from prorl_hpc.agents.registry import make_agent
 from prorl_hpc.agents.render import load_tokenizer
-from prorl_hpc.choices import EnvironmentKind
 from prorl_hpc.inference.engine import Engine
 from prorl_hpc.inference.http_pool import HttpPool
 from prorl_hpc.inference.pool import make_engine
 from prorl_hpc.policy import MANIFEST, verify_policy
 from prorl_hpc.recipe import Recipe
+from prorl_hpc.rollout.environments import open_environments
 from prorl_hpc.rollout.pipeline import Parts
 from prorl_hpc.rollout.scoring import VerifierPool
 from prorl_hpc.rollout.serving import open_own
@@ -44,6 +44,7 @@ from prorl_hpc.service.core import Core
 from prorl_hpc.service.job import Where
 from prorl_hpc.service.jobs import Bounds, Jobs
 from prorl_hpc.service.store import JobStore, StoreError
+from prorl_hpc.tasks.base import Task
 from prorl_hpc.tasks.environment_task import MakeEnvironment
 from prorl_hpc.tasks.registry import make_tasks
 
@@ -208,6 +209,7 @@ async def _open_core(stack: AsyncExitStack, recipe: Recipe, where: Where) -> Cor
     tasks = make_tasks(recipe)
     tokenizer = await asyncio.to_thread(load_tokenizer, where.policy)
     agents = {n: make_agent(c, tokenizer=tokenizer) for n, c in recipe.tasks.items()}
+    make_environment = await asyncio.to_thread(_environments, stack, tasks)
     engine = _engine(recipe, where)
     stack.push_async_callback(engine.close)
     await engine.start()
@@ -228,7 +230,7 @@ async def _open_core(stack: AsyncExitStack, recipe: Recipe, where: Where) -> Cor
             versions=serving.versions,
             limits=serving.limits,
             scorer=scorer,
-            make_environment=_environments(stack, recipe),
+            make_environment=make_environment,
             worker=f"service-{os.getpid()}",
             attempt=1,
         ),
@@ -266,13 +268,7 @@ def remember(where: Where, version: int, path: Path) -> None:
     publish(where.directory / LOADED, data=msgspec.json.encode(last))
 
 
-def _environments(stack: AsyncExitStack, recipe: Recipe) -> MakeEnvironment | None:
-    if {task.environment for task in recipe.tasks.values()} <= {EnvironmentKind.none}:
-        return None
-
-    from prorl_hpc.environment.factory import EnvironmentFactory
-
-    scratch = stack.enter_context(OwnedDirectory.make("serve"))
-    factory = EnvironmentFactory(Path(os.environ.get("PRORL_SCRATCH", scratch)) / "environments")
-    stack.callback(factory.close)
-    return factory.create
+def _environments(stack: AsyncExitStack, tasks: Mapping[str, Task]) -> MakeEnvironment | None:
+    """Raises IsolationError, with the admin's fix, before the address is told to anybody."""
+    scratch = os.environ.get("PRORL_SCRATCH") or stack.enter_context(OwnedDirectory.make("serve"))
+    return open_environments(stack, tasks, Path(scratch) / "environments")
