@@ -218,6 +218,14 @@ def test_first_letters_of_a_name_will_do_where_nothing_changes(
     assert main(["status", "quicksa"]) == 0
 
 
+def test_cancel_ends_what_may_have_been_queued(run: Run) -> None:
+    # the submit was killed before it could record sbatch's answer
+    intent = ledger.Intent(time=1.0, job="buffer", token="t", script="buffer.sbatch", indexes=None)
+    ledger.append(run.ledger, entry=intent)
+    assert main(["cancel", "quickstart"]) == 0
+    assert run.stop_request.exists()
+
+
 def test_cancel_of_a_run_that_has_ended_changes_nothing(
     run: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
