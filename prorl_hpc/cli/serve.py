@@ -138,8 +138,8 @@ def _as_job(args: argparse.Namespace, recipe: Recipe, where: Where) -> int:
     with submit_lock(run_):
         if args.submit and site.backend is Backend.slurm:
             check_cluster(plan, site)
+        freeze(run_, frozen)  # refuses a directory that holds another run
         write_where(run_, where)
-        freeze(run_, frozen)
         if args.dry_run:
             print(f"\ndry run: nothing was started; sbatch {run_.script('service')} does")
             return 0
