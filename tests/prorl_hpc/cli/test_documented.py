@@ -95,6 +95,6 @@ def test_files_that_are_named_exist(page: Path) -> None:
     """Links to pages, and benchmarks, examples, tests and recipes by their paths."""
     text = page.read_text()
     linked = [page.parent / name for name in re.findall(r"\]\(([\w./-]+\.md)\)", text)]
-    places = r"\b(?:benchmarks|examples|tests|recipes)/[\w./-]+\.(?:py|yaml|jsonl|txt)"
+    places = r"(?<![\w/])(?:benchmarks|examples|tests|recipes)/[\w./-]+\.(?:py|yaml|jsonl|txt)"
     named = [ROOT / name for name in re.findall(places, text)]
     assert [str(path) for path in (*linked, *named) if not path.exists()] == []
