@@ -108,6 +108,7 @@ class Pipeline:
                 parts.versions.unbind(bound.pop())
                 await self._take_result(attempt, environment)
             score = await self._eval(attempt)
+            return attempt.finished(score)
         except HpcError as err:
             return attempt.failed(f"{type(err).__name__}: {err}")
         except Exception as err:
@@ -119,7 +120,6 @@ class Pipeline:
                 parts.versions.unbind(version)
             if attempt.session is not None:
                 await attempt.session.close()
-        return attempt.finished(score)
 
     @asynccontextmanager
     async def _stage(self, attempt: Attempt, name: str) -> AsyncIterator[None]:
