@@ -13,7 +13,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from prorl_hpc.evaluation.estimators import Interval, bootstrap_interval, pass_at_k
+from prorl_hpc.evaluation.estimators import (
+    EvaluationError,
+    Interval,
+    bootstrap_interval,
+    pass_at_k,
+)
 from prorl_hpc.recipe import Recipe
 from prorl_hpc.records import Kind, Lease, Trajectory
 from prorl_hpc.run import Run
@@ -64,7 +69,7 @@ async def evaluate(
     """Samples `num_samples` rollouts of each validation instance and scores them.
 
     Temperature and top-p are those of `recipe.validation`. Raises EngineError when the model can't
-    be served, EvaluationError when a k needs more samples than there are.
+    be served, EvaluationError when a task has no instance with the samples that a k needs.
     """
     leases = plan_leases(recipe, num_samples=num_samples)
     trajectories = await _sample(recipe, model=model, leases=leases, scratch=scratch, report=report)
@@ -172,37 +177,49 @@ async def _produce_all(
 def score_tasks(
     trajectories: Sequence[Trajectory], *, ks: Sequence[int], seed: int
 ) -> dict[str, TaskScore]:
-    """Results by task; an instance without a usable rollout is left out.
+    """Results by task; an instance without a usable rollout is left out, and of pass@k one with
+    fewer than k of them.
 
-    Raises EvaluationError when an instance has fewer usable rollouts than the largest k.
+    Raises EvaluationError when that leaves no instance of a task.
     """
     by_task: dict[str, dict[int, list[Trajectory]]] = {}
     for one in trajectories:
         by_task.setdefault(one.task, {}).setdefault(one.group_id, []).append(one)
-    return {name: _score(groups, ks=ks, seed=seed) for name, groups in by_task.items()}
+    return {name: _score(name, groups, ks=ks, seed=seed) for name, groups in by_task.items()}
 
 
 def _score(
-    groups: Mapping[int, Sequence[Trajectory]], *, ks: Sequence[int], seed: int
+    task: str, groups: Mapping[int, Sequence[Trajectory]], *, ks: Sequence[int], seed: int
 ) -> TaskScore:
     usable = [[t for t in group if t.reward is not None] for group in groups.values()]
     scored = [group for group in usable if group]
+    if not scored:
+        details = (one.detail or one.finish_reason for group in groups.values() for one in group)
+        raise EvaluationError(
+            f"task {task}: all rollouts were lost to the infrastructure, the first to "
+            f"{next(details, 'nothing known')!r}; mend that, or leave the task out"
+        )
     rewards = [[float(t.reward or 0.0) for t in group] for group in scored]
     solved = [sum(reward >= SOLVED for reward in values) for values in rewards]
     lengths = [int(t.loss_mask.sum()) for group in scored for t in group]
     return TaskScore(
         instances=len(scored),
-        samples=min((len(group) for group in scored), default=0),
+        samples=min(len(group) for group in scored),
         reward=bootstrap_interval([sum(v) / len(v) for v in rewards], seed=seed),
         pass_at={
-            k: bootstrap_interval(
-                [pass_at_k(len(v), n, k=k) for v, n in zip(rewards, solved, strict=True)],
-                seed=seed,
-            )
+            k: _pass_at(list(zip(map(len, rewards), solved, strict=True)), k=k, seed=seed)
             for k in ks
         },
         response_tokens=sum(lengths) / len(lengths) if lengths else 0.0,
         failures=sum(len(g) for g in groups.values()) - sum(len(g) for g in scored),
+    )
+
+
+def _pass_at(counts: Sequence[tuple[int, int]], *, k: int, seed: int) -> Interval:
+    """pass@k over the instances with (rollouts, solved ones) enough for it."""
+    enough = [pair for pair in counts if pair[0] >= k]
+    return bootstrap_interval(
+        [pass_at_k(samples, right, k=k) for samples, right in enough or counts], seed=seed
     )
 
 

@@ -19,6 +19,7 @@ from prorl_hpc.cli.main import main
 from prorl_hpc.cli.status import duration
 from prorl_hpc.cli.table import table
 from prorl_hpc.cli.watch import is_over, summary
+from prorl_hpc.evaluation.estimators import EvaluationError
 from prorl_hpc.evaluation.evaluate import plan_leases, score_tasks
 from prorl_hpc.observe.metrics import MetricsWriter
 from prorl_hpc.observe.trajectories import describe_trajectory, segments
@@ -394,8 +395,13 @@ def test_evaluation_scores_by_hand() -> None:
     # pass@1: 1/2, 0 and 1 (one usable rollout); their mean is 1/2
     assert score.pass_at[1].mean == pytest.approx(0.5)
     assert score.response_tokens == 2.0
-    two = score_tasks(every[:4], ks=[2], seed=0)["a"]
-    assert two.pass_at[2].mean == pytest.approx(0.5)  # one of two instances was ever solved
+    # one of two instances was ever solved; the third has too few rollouts to say
+    two = score_tasks(every, ks=[2], seed=0)["a"]
+    assert two.pass_at[2].mean == pytest.approx(0.5)
+    with pytest.raises(EvaluationError, match="pass@3 needs at least 3 samples"):
+        score_tasks(every, ks=[3], seed=0)
+    with pytest.raises(EvaluationError, match="task a: all rollouts were lost"):
+        score_tasks(every[-1:], ks=[1], seed=0)
 
 
 def test_leases_of_an_evaluation() -> None:
