@@ -73,47 +73,56 @@ def left(limit_seconds: float, *, keep_seconds: float = 0.0) -> float:
 
 def step(argv: list[str], *, limit_seconds: float, env: dict[str, str] | None = None) -> int:
     """Run one command with its output passed through; its exit status, 124 when out of time."""
-    return run_step(argv, limit_seconds=limit_seconds, env=env)[0]
+    return Step(argv, env=env).finish(limit_seconds)
 
 
-def run_step(
-    argv: list[str], *, limit_seconds: float, env: dict[str, str] | None = None
-) -> tuple[int, list[str]]:
-    shown = " ".join(argv).replace(f"{BIN}/", "").replace(f"{ROOT}/", "")
-    print(f"\n== {shown}", flush=True)
-    started = time.monotonic()
-    process = subprocess.Popen(
-        argv,
-        cwd=ROOT,
-        env=env,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
-    lines: list[str] = []
+class Step:
+    """One command in a process group of its own, begun at once; `finish` waits and ends it."""
 
-    def pump() -> None:
-        assert process.stdout is not None
-        for line in process.stdout:
-            lines.append(line)
-            print(line, end="", flush=True)
+    def __init__(
+        self, argv: list[str], *, env: dict[str, str] | None = None, aside: bool = False
+    ) -> None:
+        self.shown = " ".join(argv).replace(f"{BIN}/", "").replace(f"{ROOT}/", "")
+        self.aside = aside
+        """Its output is kept until it has ended, since another step prints beside it."""
+        print(f"\n== {self.shown}{' (beside the next)' if aside else ''}", flush=True)
+        self.started = time.monotonic()
+        self.lines: list[str] = []
+        self.process = subprocess.Popen(
+            argv,
+            cwd=ROOT,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        # A thread, since a daemon that inherited the pipe mustn't be able to hold up the deadline.
+        self.reader = threading.Thread(target=self._pump, daemon=True)
+        self.reader.start()
 
-    # A thread, since a daemon that inherited the pipe must not be able to hold up the deadline.
-    reader = threading.Thread(target=pump, daemon=True)
-    reader.start()
-    try:
-        code = process.wait(limit_seconds)
-    except subprocess.TimeoutExpired:
-        print(f"== out of time after {limit_seconds:.0f} s: {shown}", flush=True)
-        code = 124
-    finally:
-        end_group(process)
-    reader.join(10)
-    print(f"== exit {code} after {time.monotonic() - started:.0f} s", flush=True)
-    return code, lines
+    def _pump(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line)
+            if not self.aside:
+                print(line, end="", flush=True)
+
+    def finish(self, limit_seconds: float) -> int:
+        try:
+            code = self.process.wait(limit_seconds)
+        except subprocess.TimeoutExpired:
+            print(f"== out of time after {limit_seconds:.0f} s: {self.shown}", flush=True)
+            code = 124
+        finally:
+            end_group(self.process)
+        self.reader.join(10)
+        if self.aside:
+            print(f"\n== {self.shown}\n{''.join(self.lines)}", end="")
+        print(f"== exit {code} after {time.monotonic() - self.started:.0f} s", flush=True)
+        return code
 
 
 def lint(report: Report) -> None:
@@ -139,20 +148,25 @@ def is_shell(path: Path, pattern: re.Pattern[bytes]) -> bool:
     return path.suffix == ".sh" or bool(pattern.match(path.read_bytes()[:80]))
 
 
-def pytest(report: Report, name: str, args: list[str], *, limit_seconds: float) -> None:
-    """One run of pytest, its counts added to the report from its own machine-readable result."""
-    with tempfile.TemporaryDirectory(prefix="prorl-check-") as scratch:
-        result = Path(scratch) / "result.xml"
-        code, lines = run_step(
-            [str(BIN / "python"), "-m", "pytest", f"--junitxml={result}", *args],
-            limit_seconds=limit_seconds,
-            env=test_environment(),
-        )
-        counted = count(report, result)
-    report.reruns += sorted({ln.split()[1] for ln in lines if re.match(r"RERUN \S+::", ln)})
-    if code != 0 and (not counted or code != 1):
-        report.failed += 1
-        report.failures.append(f"{name}: pytest ended with status {code}")
+class Pytest:
+    """One run of pytest; its counts come from its own machine-readable result."""
+
+    def __init__(self, name: str, args: list[str], *, aside: bool = False) -> None:
+        self.name = name
+        self.scratch = tempfile.TemporaryDirectory(prefix="prorl-check-")
+        self.result = Path(self.scratch.name) / "result.xml"
+        argv = [str(BIN / "python"), "-m", "pytest", f"--junitxml={self.result}", *args]
+        self.step = Step(argv, env=test_environment(), aside=aside)
+
+    def finish(self, report: Report, limit_seconds: float) -> None:
+        with self.scratch:
+            code = self.step.finish(limit_seconds)
+            counted = count(report, self.result)
+        again = {ln.split()[1] for ln in self.step.lines if re.match(r"RERUN \S+::", ln)}
+        report.reruns += sorted(again)
+        if code != 0 and (not counted or code != 1):
+            report.failed += 1
+            report.failures.append(f"{self.name}: pytest ended with status {code}")
 
 
 def count(report: Report, result: Path) -> int:
@@ -213,10 +227,8 @@ def tests(report: Report) -> None:
         # A machine under load fails a bound now and then: once more, and told at the end.
         again = ["-raR", "--durations=15", "--reruns"]
         fast = ["-n", "3", "--dist", "loadscope", "-m", f"not ({SLOW}){extra}", "-q", *again, "1"]
-        pytest(report, "fast tests", fast, limit_seconds=left(1800, keep_seconds=1500))
-        slow = ["-m", f"({SLOW}){extra}", "-v", *again, "2"]
-        name = "process, cluster and container tests"
-        pytest(report, name, slow, limit_seconds=left(3600, keep_seconds=200))
+        Pytest("fast tests", fast).finish(report, left(1800, keep_seconds=1500))
+        slow_tests(report, ["-m", f"({SLOW}){extra}", "-v", *again, "2"])
     finally:
         for cluster in sorted(entry for entry in Path(prefix).glob("*") if entry.is_dir()):
             step([str(CLUSTER / "down"), str(cluster)], limit_seconds=120)
@@ -224,6 +236,20 @@ def tests(report: Report) -> None:
             shutil.rmtree(prefix, ignore_errors=True)
     if extra:
         report.skips["marked vllm: set PRORL_TEST_VLLM=1 where vLLM's CPU build is installed"] += 0
+
+
+def slow_tests(report: Report, args: list[str]) -> None:
+    """Two runs side by side: both mostly wait for processes, and only one has the private Slurm."""
+    aside = Pytest(
+        "tests of processes and containers", [*args, "--ignore=tests/cluster"], aside=True
+    )
+    try:
+        cluster = Pytest("cluster tests", [*args, "tests/cluster"])
+        cluster.finish(report, left(3600, keep_seconds=200))
+    except BaseException:
+        end_group(aside.step.process)
+        raise
+    aside.finish(report, left(3600, keep_seconds=100))
 
 
 def summarise(report: Report, names: list[str]) -> int:

@@ -1,10 +1,9 @@
-"""Latency of one command in a live environment, against a bare bash pipe; start latency too.
+"""Latency of one command in a live environment, against a bare bash pipe.
 
 The peer is a bash process whose stdin and stdout are pipes, driven by blocking reads and writes:
 nothing that keeps a shell alive can be faster. Target: at most 2 ms over it at the median.
 
     python benchmarks/environment_command.py [--image IMAGE.sif|DIRECTORY] [--commands 300]
-        [--starts 1,8,32]
 
 Run it as an ordinary user. Without --image, bubblewrap runs over the host's own /usr.
 """
@@ -12,7 +11,6 @@ Run it as an ordinary user. Without --image, bubblewrap runs over the host's own
 import argparse
 import asyncio
 import platform
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -61,35 +59,6 @@ async def live(factory: EnvironmentFactory, spec: EnvironmentSpec, count: int) -
     return taken
 
 
-async def starts(factory: EnvironmentFactory, spec: EnvironmentSpec, at_once: int) -> list[float]:
-    """Time from create to a usable shell, for `at_once` asked together (behind the start gate)."""
-
-    async def one() -> float:
-        began = time.perf_counter()
-        async with factory.create(spec):
-            taken = time.perf_counter() - began
-            await ready.wait()
-        return taken
-
-    ready = asyncio.Barrier(at_once)
-    return list(await asyncio.gather(*(one() for _ in range(at_once))))
-
-
-async def bare_exec(argv: Sequence[str], at_once: int) -> list[float]:
-    """The runtime's own `exec ... true`, `at_once` together."""
-
-    async def one() -> float:
-        began = time.perf_counter()
-        process = await asyncio.create_subprocess_exec(
-            *argv, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL
-        )
-        if await process.wait() != 0:
-            raise RuntimeError(f"{argv} failed")
-        return time.perf_counter() - began
-
-    return list(await asyncio.gather(*(one() for _ in range(at_once))))
-
-
 def specs(image: Path | None) -> dict[str, EnvironmentSpec]:
     made = {
         "process": EnvironmentSpec(
@@ -105,51 +74,33 @@ def specs(image: Path | None) -> dict[str, EnvironmentSpec]:
     return made
 
 
-async def measure(image: Path | None, num_commands: int, at_once: Sequence[int]) -> None:
+async def measure(image: Path | None, num_commands: int) -> None:
     bare = bare_pipe(num_commands)
     print(f"{platform.node()}: Linux {platform.release()}, Python {platform.python_version()}")
     print(f"\n{'command latency':<24}{'p50 ms':>9}{'p99 ms':>9}{'over bare':>11}")
     print(f"{'bare bash pipe':<24}{quantile(bare, 0.5):>9.3f}{quantile(bare, 0.99):>9.3f}")
     with tempfile.TemporaryDirectory(prefix="prorl-bench-", dir="/var/tmp") as root:
         factory = EnvironmentFactory(Path(root) / "scratch")
-        usable = {}
         for name, spec in specs(image).items():
             try:
                 factory.check(spec)
             except IsolationError as err:
                 print(f"{name:<24}{'-':>9}  {str(err)[:60]}")
                 continue
-            usable[name] = spec
             taken = await live(factory, spec, num_commands)
             over = quantile(taken, 0.5) - quantile(bare, 0.5)
             print(f"{name:<24}{quantile(taken, 0.5):>9.3f}{quantile(taken, 0.99):>9.3f}"
                   f"{over:>+11.3f}")  # fmt: skip
-        print(f"\n{'start latency':<24}{'at once':>9}{'median ms':>11}{'all after ms':>14}")
-        for name, spec in usable.items():
-            for number in at_once:
-                row(name, number, await starts(factory, spec, number))
-        runtime = factory.features.runtime
-        if image is not None and runtime is not None:
-            argv = [runtime.path, "-s", "exec", "--containall", "--cleanenv", str(image), "true"]
-            for number in at_once:
-                row("bare apptainer exec", number, await bare_exec(argv, number))
         factory.close()
-
-
-def row(name: str, number: int, taken: Sequence[float]) -> None:
-    median, last = statistics.median(taken) * 1e3, max(taken) * 1e3
-    print(f"{name:<24}{number:>9}{median:>11.1f}{last:>14.1f}")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--image", type=Path)
     parser.add_argument("--commands", type=int, default=300)
-    parser.add_argument("--starts", default="1,8,32")
     arguments = parser.parse_args()
     try:
-        numbers = [int(word) for word in arguments.starts.split(",")]
-        asyncio.run(measure(arguments.image, arguments.commands, numbers))
+        asyncio.run(measure(arguments.image, arguments.commands))
     except (HpcError, ValueError) as err:
         print(err, file=sys.stderr)
         return 2

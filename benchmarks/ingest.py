@@ -6,7 +6,8 @@ Rows: raw write + fsync of the same bytes in files of shard size; PUSH/PULL of t
 without any acknowledgement (same CURVE encryption); the buffer: real server process, real node
 processes, bytes counted when acked (written, fsynced, renamed, listed in the manifest). All in
 one run, alternating; the median of the rounds is shown, and the CPU time per megabyte of the
-server (all its threads) and of the nodes, which a busy machine changes less than the rate.
+server (all its threads) and of the nodes, which a busy machine changes less than the rate. Where
+cores are few, not the disk but encryption at both ends is the limit: see the pipe's row.
 """
 
 import argparse
@@ -264,15 +265,17 @@ def main() -> None:
         results["PUSH/PULL, no ack"].append(unacked(**shape))
         results["buffer"].append(fresh(given.directory, partial(durable, **shape, cpu=cpu)))
     limit = statistics.median(results["raw write + fsync"])
+    pipe = statistics.median(results["PUSH/PULL, no ack"])
     print(
         f"{groups} groups of {NUM_ROLLOUTS} x {given.tokens} tokens, {size / 1e6:.0f} MB, "
         f"{given.nodes} nodes, {os.cpu_count()} cores, median of {given.rounds}"
     )
-    print(f"{'path':<20}{'MB/s':>10}{'groups/s':>10}{'of raw':>8}")
+    print(f"{'path':<20}{'MB/s':>10}{'groups/s':>10}{'of raw':>8}{'of pipe':>9}")
     for name, seconds in results.items():
         median = statistics.median(seconds)
         print(
             f"{name:<20}{size / 1e6 / median:>10.0f}{groups / median:>10.1f}{limit / median:>8.2f}"
+            f"{pipe / median:>9.2f}"
         )
     shares = ", ".join(
         f"{name} {statistics.median(seconds) * 1e9 / size:.2f}" for name, seconds in cpu.items()

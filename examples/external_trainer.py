@@ -8,7 +8,6 @@ the shared file system and tells the service, which goes on without a restart.
 """
 
 import argparse
-import json
 from pathlib import Path
 
 import torch
@@ -51,12 +50,10 @@ def publish(model, start, directory, version):
 
 def train(policy, service, *, steps, groups=4, num_samples=8, learning_rate=1e-4):
     """Returns the mean reward of each step."""
-    where = json.loads((service / "service.json").read_text())
-    token = (service / "token").read_text() if (service / "token").is_file() else None
     model = AutoModelForCausalLM.from_pretrained(policy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
     history = []
-    with RolloutClient(where["url"], token=token) as client:
+    with RolloutClient.at(service) as client:
         task = client.tasks()[0]
         for step in range(steps):
             jobs = [

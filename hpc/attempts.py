@@ -1,5 +1,6 @@
 """What the end of an attempt means, and how many attempts made no progress. Starts nothing."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -21,6 +22,13 @@ WALLTIME = "USR2"
 
 TERMINATE = "TERM"
 """What preemption, cancelling and the end of the walltime send."""
+
+
+HOST_FAILURES = 2
+"""So many attempts that end on one node without progress are held against the node."""
+
+MAX_REFUSALS = 2
+"""Nodes that may refuse a job in a row before it fails: then it is no single node's fault."""
 
 
 class Next(StrEnum):
@@ -65,6 +73,9 @@ class Attempt:
 
     progress_at_start: float | None
     asked: str
+    host: str = ""
+    refused: bool = False
+    """Whether it ended before its command, for want of something on its node."""
 
 
 def describe(code: int) -> str:
@@ -119,6 +130,21 @@ def without_progress(attempts: Sequence[Attempt], *, progress: float | None) -> 
             break
         count += attempt.asked != TERMINATE
     return count
+
+
+def bad_hosts(attempts: Sequence[Attempt], *, progress: float | None) -> tuple[str, ...]:
+    """Nodes that the next attempt had better avoid, sorted.
+
+    Those that refused one of the latest `attempts` (oldest first), and those on which
+    `HOST_FAILURES` of them ended unasked, all without progress.
+    """
+    failures: Counter[str] = Counter()
+    for attempt in reversed(attempts):
+        if attempt.progress_at_start != progress:
+            break
+        if attempt.host and not attempt.asked:
+            failures[attempt.host] += HOST_FAILURES if attempt.refused else 1
+    return tuple(sorted(host for host, count in failures.items() if count >= HOST_FAILURES))
 
 
 def restart_delay_seconds(failures: int) -> float:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpc.cgroups import GroupPlace
 from hpc.errors import ImageError, IsolationError
 from hpc.isolation import Feature, Isolation
 
@@ -63,11 +64,24 @@ class Features:
     """Features of the runtime; empty when it can't start anything."""
     container_error: str = ""
     """What the runtime said when a trial failed; one line."""
+    tmpfs_layer: bool = True
+    """Whether the runtime gives a writable layer in memory where it gives no overlay."""
     bubblewrap: str | None = None
     bubblewrap_version: tuple[int, ...] = ()
     bubblewrap_features: frozenset[Feature] = frozenset()
     bubblewrap_error: str = ""
     kernel: tuple[int, ...] = (0,)
+    groups: GroupPlace | None = None
+    """Where control groups may be made; None: nothing is delegated to this user."""
+    scope_runner: str | None = None
+    """`systemd-run`, where the user's own manager gives scopes with limits."""
+
+    @property
+    def limiter(self) -> str:
+        """What bounds a whole sandbox in the kernel; empty: nothing does."""
+        if self.groups is not None:
+            return self.groups.name
+        return "systemd-scope" if self.scope_runner is not None else ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,8 +113,13 @@ def host_environment(scratch: Path, *, base: Mapping[str, str]) -> dict[str, str
     }  # fmt: skip
 
 
-def container_argv(runtime: Runtime, launch: Launch, *, features: frozenset[Feature]) -> list[str]:
+def container_argv(
+    runtime: Runtime, launch: Launch, *, features: frozenset[Feature], tmpfs: bool = True
+) -> list[str]:
     """`apptainer exec` with every isolation of `features`, and the others left out.
+
+    Without overlay the layer is in memory, or (`tmpfs=False`) the image stays read-only and the
+    directories of `launch.writable` are bound over it.
 
     Raises ValueError for paths that the runtime's --bind can't spell.
     """
@@ -117,8 +136,11 @@ def container_argv(runtime: Runtime, launch: Launch, *, features: frozenset[Feat
         argv += ["--net", "--network", "none"]
     if Feature.overlay in features:
         argv += ["--overlay", _spellable(launch.layer)]
-    else:
+    elif tmpfs:
         argv += ["--writable-tmpfs"]
+    else:
+        for inside in ("/tmp", *launch.writable):  # noqa: S108 - inside the sandbox
+            argv += ["--bind", f"{_spellable(launch.layer / inside.strip('/'))}:{inside}:rw"]
     for host, inside, writable in launch.binds:
         argv += ["--bind", f"{_spellable(host)}:{inside}:{'rw' if writable else 'ro'}"]
     argv += ["--env", f"PRORL_SANDBOX={launch.token}", runtime.directory_flag, "/"]
@@ -200,7 +222,11 @@ def resolve(
         have, error, name = features.bubblewrap_features, features.bubblewrap_error, backend
         version = ".".join(str(number) for number in features.bubblewrap_version)
     if Feature.container not in have:
-        _refuse(frozenset({Feature.container}), frozenset(), error)
+        usable = features.runtime is not None and features.runtime.is_supported
+        if backend == "bubblewrap":
+            usable = features.bubblewrap is not None
+        cause = Feature.user_namespace if usable else Feature.container
+        _refuse(frozenset({Feature.container}), frozenset(), error, fix=FIXES[cause])
     wanted = frozenset(Feature)
     if backend == "bubblewrap":
         wanted -= {Feature.overlay}  # copied directories do as well
@@ -209,16 +235,21 @@ def resolve(
     return have, _record(name, version, have, tuple(sorted(missing)), features)
 
 
-def _refuse(missing: frozenset[Feature], accepted: frozenset[Feature], error: str) -> None:
+def _refuse(
+    missing: frozenset[Feature], accepted: frozenset[Feature], error: str, *, fix: str = ""
+) -> None:
+    """With `fix` nothing could be accepted instead: no container starts at all."""
     refused = sorted(missing - accepted)
     if not refused:
         return
     said = f" ({error})" if error else ""
-    fixes = "; ".join(f"{name}: {FIXES[name]}" for name in refused)
+    fixes = fix or "; ".join(f"{name}: {FIXES[name]}" for name in refused)
+    what = f"isolation {', '.join(refused)} is not to be had on this machine{said}. "
+    if fix:
+        raise IsolationError(f"{what}Ask the admin: {fixes}")
     raise IsolationError(
-        f"isolation {', '.join(refused)} is not to be had on this machine{said}. "
-        f"Ask the admin: {fixes}. Or accept the weaker isolation, which every trajectory then "
-        f"records: accept_missing=[{','.join(refused)}]"
+        f"{what}Ask the admin: {fixes}. Or accept the weaker isolation, which every trajectory "
+        f"then records: accept_missing=[{','.join(refused)}]"
     )
 
 
@@ -227,12 +258,14 @@ def _record(
     features: Features,
 ) -> Isolation:  # fmt: skip
     layer = "overlay" if Feature.overlay in have else "tmpfs"
-    if backend == "bubblewrap" and Feature.overlay not in have:
+    copies = backend == "bubblewrap" or not features.tmpfs_layer
+    if copies and Feature.overlay not in have:
         layer = "copied-directories"
     if backend == "process":
         layer = "host"
     # since 5.14 RLIMIT_NPROC counts inside the user namespace, not the user's whole machine
     own_count = Feature.user_namespace in have and features.kernel >= (5, 14)
+    kernel = [features.limiter] if features.limiter else []
     return Isolation(
         backend=backend,
         runtime_version=version,
@@ -241,7 +274,7 @@ def _record(
         network_none=Feature.network_none in have,
         own_root=Feature.container in have,
         writable_layer=layer,
-        memory_limit="rlimit+watchdog",
-        process_limit="rlimit+watchdog" if own_count else "watchdog",
+        memory_limit="+".join([*kernel, "rlimit", "watchdog"]),
+        process_limit="+".join([*kernel, *(["rlimit"] if own_count else []), "watchdog"]),
         overridden=tuple(str(name) for name in missing),
     )

@@ -10,9 +10,10 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
+from hpc.cgroups import find_scope_runner, probe_place
 from hpc.container import (
     Features,
     Launch,
@@ -28,6 +29,15 @@ RUNTIME_VARIABLE = "PRORL_APPTAINER"
 
 PROBE_SECONDS = 60.0
 TRIAL = "probe"
+NAMESPACES = {
+    "pid": Feature.pid_namespace, "net": Feature.network_none, "user": Feature.user_namespace,
+}  # fmt: skip
+SCRIPT = (
+    "readlink /proc/self/ns/pid /proc/self/ns/net /proc/self/ns/user; "
+    "touch /.prorl-probe 2>/dev/null && echo written; exit 0"
+)
+LOOK = ("/bin/sh", "-c", SCRIPT)
+"""What a trial runs: it tells from the inside what it was given."""
 
 
 def parse_version(text: str, *, path: str) -> Runtime | None:
@@ -62,13 +72,15 @@ def probe(runtime_path: str | None = None) -> Features:
     with tempfile.TemporaryDirectory(prefix="prorl-probe-") as name:
         scratch = Path(name)
         image = _host_image(scratch)
-        container, error = _probe_container(runtime, image, scratch)
+        container, tmpfs, error = _probe_container(runtime, image, scratch)
         bwrap = shutil.which("bwrap")
         version, inside, said = _probe_bubblewrap(bwrap, scratch)
     return Features(
-        runtime=runtime, container=container, container_error=error, bubblewrap=bwrap,
+        runtime=runtime, container=container, container_error=error, tmpfs_layer=tmpfs,
+        bubblewrap=bwrap,
         bubblewrap_version=version, bubblewrap_features=inside, bubblewrap_error=said,
-        kernel=kernel,
+        kernel=kernel, groups=(groups := probe_place()),
+        scope_runner=find_scope_runner() if groups is None else None,
     )  # fmt: skip
 
 
@@ -88,11 +100,11 @@ def _host_image(scratch: Path) -> Path:
 
 def _probe_container(
     runtime: Runtime | None, image: Path, scratch: Path
-) -> tuple[frozenset[Feature], str]:
+) -> tuple[frozenset[Feature], bool, str]:
     if runtime is None:
-        return frozenset(), "neither apptainer nor singularity is on PATH"
+        return frozenset(), True, "neither apptainer nor singularity is on PATH"
     if not runtime.is_supported:
-        return frozenset(), f"{runtime.flavour} {runtime.version_text} is too old"
+        return frozenset(), True, f"{runtime.flavour} {runtime.version_text} is too old"
     binds = [
         (Path("/") / name, f"/{name}", False)
         for name in ("usr", "bin", "sbin", "lib", "lib64")
@@ -100,15 +112,19 @@ def _probe_container(
     ]
     environment = host_environment(scratch, base=os.environ)
 
-    def attempt(features: frozenset[Feature]) -> str:
+    def attempt(features: frozenset[Feature], *, tmpfs: bool = True) -> str:
         layer = Path(tempfile.mkdtemp(dir=scratch))
-        launch = Launch(
-            image=image, layer=layer, binds=binds, token=TRIAL, command=["/usr/bin/true"]
-        )  # fmt: skip
-        done = _trial(container_argv(runtime, launch, features=features), environment=environment)
-        return "" if done.returncode == 0 else _one_line(done.stderr, done.returncode)
+        (layer / "tmp").mkdir()
+        launch = Launch(image=image, layer=layer, binds=binds, token=TRIAL, command=LOOK)
+        argv = container_argv(runtime, launch, features=features, tmpfs=tmpfs)
+        return _judge(_trial(argv, environment=environment), features)
 
-    return _climb(attempt)
+    found, error = _climb(attempt)
+    if found:
+        return found, True, error
+    # where overlays are forbidden, the layer in memory is as well
+    found, _ = _climb(partial(attempt, tmpfs=False))
+    return found, False, error
 
 
 def _probe_bubblewrap(
@@ -121,19 +137,36 @@ def _probe_bubblewrap(
     version = tuple(int(word) for word in re.findall(r"\d+", text))
     layer = scratch / "bwrap"
     (layer / "tmp").mkdir(parents=True)
-    launch = Launch(image=None, layer=layer, binds=(), token=TRIAL, command=["/usr/bin/true"])
+    launch = Launch(image=None, layer=layer, binds=(), token=TRIAL, command=LOOK)
 
     def attempt(features: frozenset[Feature]) -> str:
         if Feature.overlay in features and version < (0, 11):
             return "bwrap before 0.11 has no --overlay"
         argv = bubblewrap_argv(path, launch, features=features)
         done = _trial(argv, environment=environment)
-        return "" if done.returncode == 0 else _one_line(done.stderr, done.returncode)
+        return _judge(done, features)
 
     found, error = _climb(attempt)
     if found:
         found |= {Feature.user_namespace}
     return version, found, error
+
+
+def _judge(done: subprocess.CompletedProcess[bytes], asked: frozenset[Feature]) -> str:
+    """Empty when the trial ran and was given all it asked for; runtimes leave out what their
+    configuration forbids without a word."""
+    if done.returncode != 0:
+        return _one_line(done.stderr, done.returncode)
+    words = done.stdout.decode(errors="replace").split()
+    had = set()
+    for kind, feature in NAMESPACES.items():
+        own = Path(f"/proc/self/ns/{kind}").readlink()
+        if any(word.startswith(f"{kind}:") and word != str(own) for word in words):
+            had.add(feature)
+    if "written" in words:
+        had.add(Feature.overlay)
+    ignored = sorted(asked - had - {Feature.container})
+    return f"{', '.join(ignored)} was asked for and not given" if ignored else ""
 
 
 def _climb(attempt: Callable[[frozenset[Feature]], str]) -> tuple[frozenset[Feature], str]:

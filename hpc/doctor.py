@@ -50,7 +50,7 @@ def judge(facts: Facts) -> list[Finding]:
     """The findings, in the order in which a reader wants them."""
     return [
         *_slurm(facts), *_containers(facts.features), *_kernel(facts), *_runtime_files(facts),
-        *_cgroups(facts), *(_file_system(entry, first=index == 0)
+        _limits(facts), *(_file_system(entry, first=index == 0)
                             for index, entry in enumerate(facts.file_systems)),
         _gpus(facts), *_identity(facts),
     ]  # fmt: skip
@@ -247,28 +247,46 @@ def _runtime_files(facts: Facts) -> list[Finding]:
         ),
     ]  # fmt: skip
     if facts.session_mib is not None:
-        small = facts.session_mib < SESSION_MIB_ENOUGH
-        found.append(Finding(
-            name="sessiondir max size", value=f"{facts.session_mib} MiB",
-            meaning="too small for a writable layer in memory; environments use a directory on "
-            "local disk instead" if small else "room for small layers in memory",
-            fix=f"sessiondir max size = {SESSION_MIB_ENOUGH} in apptainer.conf (only needed "
-            "without overlay)" if small else "",
-            severity=Severity.good if Feature.overlay in facts.features.container
-            else Severity.note,
-        ))  # fmt: skip
+        found.append(_session(facts.session_mib, facts.features))
     return found
 
 
-def _cgroups(facts: Facts) -> list[Finding]:
-    if facts.cgroup_delegated:
-        return [Finding(name="cgroup", value=f"{facts.cgroup}, delegated",
-                        meaning="groups of one's own may be made")]  # fmt: skip
-    return [Finding(
-        name="cgroup", value=facts.cgroup,
-        meaning="memory and processes of environments are bounded by rlimits and a watchdog",
-        severity=Severity.good,
-    )]  # fmt: skip
+def _session(mib: int, features: Features) -> Finding:
+    value = f"{mib} MiB"
+    if Feature.overlay in features.container:
+        return Finding(
+            name="sessiondir max size", value=value,
+            meaning="isn't used: writable layers are overlays on local disk",
+        )  # fmt: skip
+    if mib >= SESSION_MIB_ENOUGH:
+        return Finding(
+            name="sessiondir max size", value=value, meaning="room for small layers in memory"
+        )
+    return Finding(
+        name="sessiondir max size", value=value, severity=Severity.note,
+        meaning="without overlay, layers are in memory, and this is too small for most of them",
+        fix=f"sessiondir max size = {SESSION_MIB_ENOUGH} in apptainer.conf",
+    )  # fmt: skip
+
+
+def _limits(facts: Facts) -> Finding:
+    features = facts.features
+    own_count = features.kernel >= (5, 14)
+    if features.limiter:
+        where = f" below {features.groups.directories[0]}" if features.groups else ""
+        return Finding(
+            name="limits of environments", value=f"{features.limiter}{where}",
+            meaning="the kernel bounds memory and processes of each environment as a whole",
+        )  # fmt: skip
+    return Finding(
+        name="limits of environments",
+        value=f"{'rlimit+' if own_count else ''}watchdog (cgroup {facts.cgroup}, not delegated)",
+        severity=Severity.note,
+        meaning="memory is bounded per process by rlimits, and over all processes by a watchdog "
+        "that looks three times a second: a sudden burst can exceed it for that long",
+        fix="delegation of the cgroup controllers memory and pids (systemd: Delegate=memory pids "
+        "for user@.service, and loginctl enable-linger for users who run without a session)",
+    )  # fmt: skip
 
 
 def _file_system(entry: FileSystem, *, first: bool) -> Finding:

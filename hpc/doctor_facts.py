@@ -67,8 +67,6 @@ class Facts:
     """`sessiondir max size` of apptainer.conf."""
     cgroup: str
     """`v2`, `v1` or `none`."""
-    cgroup_delegated: bool
-    """Whether this user may make groups below its own (v2)."""
     file_systems: tuple[FileSystem, ...]
     gpus: tuple[str, ...]
     driver: str | None
@@ -105,7 +103,6 @@ def gather(*, paths: Sequence[Path] = (), features: Features | None = None) -> F
             _read("/etc/apptainer/apptainer.conf") or _read("/etc/singularity/singularity.conf")
         ),
         cgroup=_cgroup(),
-        cgroup_delegated=_cgroup_delegated(),
         file_systems=tuple(
             file_system(path) for path in dict.fromkeys([scratch, Path.home(), *paths])
         ),
@@ -187,14 +184,6 @@ def _cgroup() -> str:
     if Path("/sys/fs/cgroup/cgroup.controllers").exists():
         return "v2"
     return "v1" if Path("/sys/fs/cgroup/memory").is_dir() else "none"
-
-
-def _cgroup_delegated() -> bool:
-    own = [line for line in _read("/proc/self/cgroup").splitlines() if line.startswith("0::")]
-    if not own or _cgroup() != "v2":
-        return False
-    group = Path("/sys/fs/cgroup" + own[0][3:])
-    return os.access(group, os.W_OK) and os.access(group / "cgroup.subtree_control", os.W_OK)
 
 
 def _ask(argv: list[str]) -> str:

@@ -121,6 +121,17 @@ def culprit(run: RunDirectory, role: str) -> str:
     return f"its attempt {start.attempt} on {start.host} ended: {end.reason}"
 
 
+def reserve_port(host: str = "") -> socket.socket:
+    """A socket that keeps a free TCP port for a process that binds it with SO_REUSEADDR.
+
+    While it is open, nobody is handed that port who asks for any. It never listens.
+    """
+    reserved = socket.socket()
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind((host, 0))
+    return reserved
+
+
 def own_address(*, peer: str | None = None, environment: Mapping[str, str] | None = None) -> str:
     """The address under which others reach this host: that of the route to `peer`.
 

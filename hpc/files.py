@@ -1,9 +1,15 @@
 """Atomic, durable writes and the way to packaged files. Knows nothing of jobs or learning."""
 
+import ctypes
+import errno
 import os
 import secrets
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+
+RENAME_EXCHANGE = 2
+"""Flag of Linux' renameat2: both names change their places in one step."""
 
 ASSETS = ("recipes", "slurm_templates", "singularity")
 
@@ -11,6 +17,15 @@ ASSETS = ("recipes", "slurm_templates", "singularity")
 def sync_directory(path: Path) -> None:
     """Makes renames inside `path` durable."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_file(path: Path) -> None:
+    """Makes the bytes of a file that somebody else wrote durable."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -45,11 +60,57 @@ def publish_with(path: Path, *, write: Callable[[Path], None]) -> None:
     sync_directory(path.parent)
 
 
+def aside(target: Path) -> Path:
+    """A hidden name beside `target` that nobody else has; `sweep` knows it again."""
+    return target.with_name(f".{target.name}.{secrets.token_hex(6)}.tmp")
+
+
+def replace_directory(temporary: Path, target: Path) -> None:
+    """Gives a finished, durable directory its name; one that has the name already goes.
+
+    In one step where the kernel and the file system can exchange two names. Elsewhere the name is
+    missing for the moment between two renames. Raises OSError with the old directory in place.
+    """
+    if not target.exists():
+        temporary.rename(target)
+        sync_directory(target.parent)
+        return
+    if _exchange(temporary, target):
+        grave = temporary
+    else:
+        grave = aside(target)
+        target.rename(grave)
+        try:
+            temporary.rename(target)
+        except OSError:
+            grave.rename(target)
+            raise
+    sync_directory(target.parent)
+    # Removing may take long; by now the new one has the name.
+    shutil.rmtree(grave, ignore_errors=True)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Swaps two names; False where that can't be done."""
+    here = -100  # AT_FDCWD
+    try:
+        rename = ctypes.CDLL(None, use_errno=True).renameat2
+    except (OSError, AttributeError):
+        return False
+    names = (here, os.fsencode(one), here, os.fsencode(other))
+    return bool(rename(*names, ctypes.c_uint(RENAME_EXCHANGE)) == 0)
+
+
 def append_line(path: Path, *, line: bytes, mode: int = 0o644) -> None:
     """Appends one line durably with a single write, so that writers of several hosts don't mix."""
+    data = line.rstrip(b"\n") + b"\n"
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, mode)
     try:
-        os.write(descriptor, line.rstrip(b"\n") + b"\n")
+        written = os.write(descriptor, data)
+        if written < len(data):
+            # The next line, whoever writes it, mustn't be glued to this one.
+            os.write(descriptor, b"\n")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         os.fsync(descriptor)
     finally:
         os.close(descriptor)

@@ -36,9 +36,11 @@ class Isolation:
     writable_layer: str
     """`overlay`, `copied-directories`, `tmpfs` or `host`."""
     memory_limit: str
-    """How memory is bounded: `rlimit+watchdog` or `none`."""
+    """What bounds memory, e.g. `cgroup-v2+rlimit+watchdog`, `systemd-scope+rlimit+watchdog`,
+    `rlimit+watchdog` or `none`."""
     process_limit: str
-    """How the number of processes is bounded: `rlimit+watchdog`, `watchdog` or `none`."""
+    """What bounds the number of processes, in the same words; `watchdog` where rlimits would count
+    all of the user's processes on the machine."""
     overridden: tuple[str, ...] = ()
     """Features that were missing and whose absence was accepted explicitly."""
     format: int = ISOLATION_FORMAT

@@ -22,6 +22,7 @@ from pathlib import Path
 import hpc
 from hpc import ledger
 from hpc.errors import HpcError, SubmitError
+from hpc.groups import stat
 from hpc.prepare import load
 from hpc.rundir import RunDirectory
 
@@ -32,7 +33,10 @@ _READY = "PRORL_READY_DESCRIPTOR"
 
 
 def supervisor_pid(run: RunDirectory) -> int | None:
-    """Process id of the run's living supervisor; None when it has none."""
+    """Process id of the run's living supervisor; None when it has none.
+
+    After the death of one, its guardian holds the lock until all that it ran has ended.
+    """
     try:
         descriptor = os.open(run.supervisor, os.O_RDONLY)
     except FileNotFoundError:
@@ -41,7 +45,9 @@ def supervisor_pid(run: RunDirectory) -> int | None:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         text = os.pread(descriptor, 32, 0).decode()
-        return int(text) if text.strip().isdigit() else None
+        pid = int(text) if text.strip().isdigit() else None
+        known = None if pid is None else stat(pid)
+        return pid if known is not None and known.state not in "ZX" else None
     else:
         return None
     finally:

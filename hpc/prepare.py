@@ -3,8 +3,10 @@
 Queues nothing. The frozen plan and site are what every later command reads.
 """
 
+import dataclasses
 import sys
 import sysconfig
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -46,8 +48,13 @@ def check(plan: Plan, site: Site) -> None:
     for job in plan.jobs:
         shape(job)
         chunks(job, site)
-        check_size(job.name, job.array_size or 1, site=site)
+        check_size(job, job.array_size or 1, site=site)
         _check_job(job, site, site.placement(job.role))
+    check_hours(plan, site)
+
+
+def check_hours(plan: Plan, site: Site) -> None:
+    """Refuses a plan above the site's node-hours. Raises SiteError."""
     hours = plan.node_hours()
     if site.max_node_hours is not None and hours > site.max_node_hours:
         raise SiteError(
@@ -56,13 +63,21 @@ def check(plan: Plan, site: Site) -> None:
         )
 
 
-def check_size(job: str, count: int, *, site: Site) -> None:
-    """Refuses more tasks of a job than one machine can bear, where all of them share one."""
+def check_size(job: Job, count: int, *, site: Site) -> None:
+    """Refuses more tasks of a job than its partition, or one machine, may give. SiteError."""
     most = int(site.extra.get("max_tasks", LOCAL_TASKS))
     if site.backend is Backend.local and count > most:
         raise SiteError(
-            f"{count} tasks of job {job!r} are too many for one machine; ask for at most {most}, "
-            "or set site.extra.max_tasks"
+            f"{count} tasks of job {job.name!r} are too many for one machine; ask for at most "
+            f"{most}, or set site.extra.max_tasks"
+        )
+    place = site.placement(job.role)
+    nodes = count * job.resources.nodes
+    if job.array_size is not None and place.max_nodes is not None and nodes > place.max_nodes:
+        raise SiteError(
+            f"{count} tasks of job {job.name!r} exceed max_nodes={place.max_nodes} of partition "
+            f"{place.partition!r} on site {site.name!r}; ask for fewer, or raise "
+            f"site.placements.{job.role}.max_nodes"
         )
 
 
@@ -187,6 +202,19 @@ def indexes_of(run: RunDirectory, job: Job) -> tuple[int, ...]:
         return tuple(range(int(run.desired(job.name).read_text())))
     except (OSError, ValueError):
         return tuple(range(job.array_size))
+
+
+def scaled(run: RunDirectory, plan: Plan, sizes: Mapping[str, int]) -> Plan:
+    """The plan with its arrays as large as the user wants them, those of `sizes` as it says."""
+    jobs = tuple(
+        job
+        if job.array_size is None
+        else dataclasses.replace(
+            job, array_size=max(1, sizes.get(job.name, len(indexes_of(run, job))))
+        )
+        for job in plan.jobs
+    )
+    return dataclasses.replace(plan, jobs=jobs)
 
 
 def peers(plan: Plan, job: Job) -> set[str]:

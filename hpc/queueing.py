@@ -24,13 +24,12 @@ def submit(
 ) -> dict[str, list[str]]:
     """Queues the wanted indexes of each job; returns the new Slurm job ids by job.
 
-    Submissions that an earlier call began are taken over. Raises SubmitError with Slurm's words.
+    What an earlier call began must have been taken over before (`adopt`): only then is known what
+    is wanted. Raises SubmitError with Slurm's words.
     """
-    adopted = adopt(run)
     ids: dict[str, list[str]] = {}
     for job in plan.ordered():
-        covered = adopted.get(job.name, set())
-        missing = tuple(index for index in wanted.get(job.name, ()) if index not in covered)
+        missing = tuple(wanted.get(job.name, ()))
         dependencies = [job_id for name in job.after for job_id in ids.get(name, ())]
         ids[job.name] = [
             _submit_part(run, plan, site, job=job, part=part, indexes=part_indexes,
@@ -104,22 +103,25 @@ def _record_submit(run: RunDirectory, *, intent: ledger.Intent, job_id: str, off
     ledger.append(run.ledger, entry=entry)
 
 
-def adopt(run: RunDirectory) -> dict[str, set[int]]:
-    """Finds submissions that were begun but not recorded, by the token in the job's comment."""
+def adopt(run: RunDirectory) -> None:
+    """Records submissions that were begun but not recorded, found by the token in their comment.
+
+    Whether such a job lives, ends or has ended is for `states` to say. One that Slurm has forgotten
+    is told by its start in the ledger, or has done nothing.
+    """
     entries = ledger.read(run.ledger).entries
     known = {entry.token for entry in entries if isinstance(entry, ledger.Submit)}
     open_intents = [
         entry for entry in entries if isinstance(entry, ledger.Intent) and entry.token not in known
     ]
     if not open_intents:
-        return {}
+        return
     by_token = {
         row.comment.rpartition("token=")[2]: row.job_id.split("_")[0]
         for row in slurm.queue()
         if "token=" in row.comment
     }
     _, site = load(run)
-    adopted: dict[str, set[int]] = {}
     for intent in open_intents:
         job_id = by_token.get(intent.token)
         if job_id is None:
@@ -127,8 +129,6 @@ def adopt(run: RunDirectory) -> dict[str, set[int]]:
         indexes = parse_indexes(intent.indexes)
         offset = indexes[0] // site.max_array_size * site.max_array_size
         _record_submit(run, intent=intent, job_id=job_id, offset=offset)
-        adopted.setdefault(intent.job, set()).update(indexes)
-    return adopted
 
 
 def submitted(run: RunDirectory) -> set[tuple[str, int]]:

@@ -17,6 +17,18 @@ SHAPES = ("single-node", "multi-node", "array")
 _PLAIN = re.compile(r"[A-Za-z0-9_.,:/@%+=-]+")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _SLOT = re.compile(r"\{\{(\w+)\}\}")
+_SETUP = (
+    "",
+    "# ---- What this site needs first ----",
+    "# A line that fails ends the job; what fails inside a sourced file is that file's business.",
+    "# shellcheck disable=SC2329 # the trap calls it",
+    "setup_failed() {",
+    "    [ ${#BASH_SOURCE[@]} -le 2 ] || return 0",
+    '    "$python" -m hpc.start refuse "$script" "$(sed -n "${1}p" "$0")"',
+    "    exit 2",
+    "}",
+    "trap 'setup_failed $LINENO' ERR",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,7 +130,6 @@ def render_chunk(
     if interpreter.package_root is not None:
         root = shlex.quote(interpreter.package_root)
         environment.append(f"export PYTHONPATH={root}${{PYTHONPATH:+:$PYTHONPATH}}")
-    setup = "\n".join(("", "# ---- What this site needs first ----", *site.setup))
     values = {
         "run": _comment(plan.run),
         "job": job.name,
@@ -137,7 +148,7 @@ def render_chunk(
         "environment": "\n".join(environment),
         "python": shlex.quote(interpreter.python),
         "command": shlex.join(job.command),
-        "setup": setup if site.setup else "",
+        "setup": "\n".join((*_SETUP, *site.setup, "trap - ERR")) if site.setup else "",
     }
     return fill(templates[shape(job)], values)
 

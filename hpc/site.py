@@ -41,7 +41,7 @@ class Placement:
     constraint: str | None = None
     gpu_type: str | None = None
     max_nodes: int | None = None
-    """Nodes that one job may ask for."""
+    """Nodes that one job, or all tasks of an array together, may take."""
     max_walltime_minutes: int | None = None
     cpus_per_node: int | None = None
     """Cores of a node here: a job asks for no more."""

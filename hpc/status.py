@@ -133,14 +133,21 @@ def _run(where: Path | RunDirectory) -> RunDirectory:
 def newest_submissions(entries: ledger.Ledger) -> dict[tuple[str, int], Submission]:
     """The newest Slurm job of each (job, index): by submission, resubmission or start."""
     found: dict[tuple[str, int], Submission] = {}
-    for entry in entries.entries:
-        if isinstance(entry, ledger.Submit):
+    intended: dict[str, int] = {}
+    changed: dict[tuple[str, int], int] = {}
+    for position, entry in enumerate(entries.entries):
+        if isinstance(entry, ledger.Intent):
+            intended[entry.token] = position
+        elif isinstance(entry, ledger.Submit):
             for index in ledger.parse_indexes(entry.indexes):
+                if changed.get((entry.job, index), -1) > intended.get(entry.token, position):
+                    continue  # recorded late: the job has begun, or has a successor, since
                 task = "" if entry.indexes is None else f"_{index - entry.index_offset}"
                 found[entry.job, index] = Submission(
                     job_id=entry.job_id + task, time=entry.time, token=entry.token
                 )
         elif isinstance(entry, (ledger.Start, ledger.Requeue)):
+            changed[entry.job, entry.index] = position
             before = found.get((entry.job, entry.index))
             if before is not None and before.job_id == entry.job_id:
                 continue

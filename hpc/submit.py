@@ -16,7 +16,17 @@ from hpc.errors import PlanError, RunNotFound, SubmitError
 from hpc.files import publish
 from hpc.ledger import format_indexes
 from hpc.plan import Job, Plan
-from hpc.prepare import check, check_cluster, check_size, indexes_of, load, prepare, unfinished
+from hpc.prepare import (
+    check,
+    check_cluster,
+    check_hours,
+    check_size,
+    indexes_of,
+    load,
+    prepare,
+    scaled,
+    unfinished,
+)
 from hpc.queueing import adopt, submit, submitted, without
 from hpc.rundir import RunDirectory
 from hpc.site import Backend, Site
@@ -45,6 +55,7 @@ def launch(run_directory: Path, plan: Plan, site: Site) -> None:
             if not local.submitted(run):
                 local.start(run)
             return
+        adopt(run)
         wanted = {job.name: indexes_of(run, job) for job in plan.jobs}
         submit(run, plan, site, wanted=without(wanted, submitted(run)))
 
@@ -61,10 +72,9 @@ def cancel(run_directory: Path) -> None:
     if site.backend is Backend.local:
         local.notify(run, number=signal.SIGTERM)
         return
-    found = states(run)
     with contextlib.suppress(SubmitError):
-        for job, indexes in adopt(run).items():  # half-made submissions belong to the run too
-            found += [state for state in states(run) if state.job == job and state.index in indexes]
+        adopt(run)  # half-made submissions belong to the run too
+    found = states(run)
     _end_on_slurm(run, [state for state in found if state.phase in (*ALIVE, Phase.unknown)], now)
 
 
@@ -98,11 +108,16 @@ def resume(run_directory: Path) -> None:
     if site.backend is Backend.slurm:
         check_cluster(plan, site)
     with _alone(run):
+        going = site.backend is Backend.local and local.supervisor_pid(run) is not None
         if run.stop_request.exists():
             _settle(run, plan, site)
             run.stop_request.unlink(missing_ok=True)
-        elif site.backend is Backend.local and local.supervisor_pid(run) is not None:
+        elif going:
             return
+        elif site.backend is Backend.local:  # a killed supervisor's jobs may still be ending
+            _settle(run, plan, site)
+        if site.backend is Backend.slurm:
+            _adopt(run)
         found = states(run)
         if site.backend is Backend.slurm:
             trouble = [s.reason for s in found if s.phase is Phase.unknown and "squeue" in s.reason]
@@ -114,13 +129,20 @@ def resume(run_directory: Path) -> None:
         needed = without(unfinished(plan, finished=finished, wanted=wanted), alive)
         _record_resume(run, plan, needed, found)
         if site.backend is Backend.local:
-            local.wait_gone(run, seconds=SETTLE_SECONDS)
             local.start(run)
         else:
             submit(run, plan, site, wanted=needed)
 
 
+def _adopt(run: RunDirectory) -> None:
+    try:
+        adopt(run)
+    except SubmitError as err:
+        raise SubmitError(f"can't tell what is running: {err}") from err
+
+
 def _settle(run: RunDirectory, plan: Plan, site: Site) -> None:
+    """Waits until what was asked to end has ended. Raises SubmitError where it doesn't in time."""
     seconds = SETTLE_SECONDS + max((job.grace_seconds for job in plan.jobs), default=0)
     if site.backend is Backend.local:
         if not local.wait_gone(run, seconds=seconds):
@@ -160,14 +182,16 @@ def scale(run_directory: Path, job_name: str, count: int) -> None:
     """Changes how many tasks of an array run, while the run goes on.
 
     `job_name` may also be a role that one array has. Fewer: the highest indexes end in good
-    order. Raises PlanError for a job without an array or a count below 1.
+    order. Raises PlanError for a job without an array or a count below 1, and SiteError for
+    more than the site gives.
     """
     run = RunDirectory(Path(run_directory))
     plan, site = load(run)
     job = _array_job(plan, job_name)
     if count < 1:
         raise PlanError(f"{count} tasks of {job.name!r} are too few; give at least 1")
-    check_size(job.name, count, site=site)
+    check_size(job, count, site=site)
+    check_hours(scaled(run, plan, {job.name: count}), site)
     if run.stop_request.exists():
         raise SubmitError(f"run {run.name!r} was cancelled; `prorl-hpc resume` goes on")
     with _alone(run):
@@ -178,6 +202,7 @@ def scale(run_directory: Path, job_name: str, count: int) -> None:
         if site.backend is Backend.local:
             local.notify(run, number=signal.SIGHUP)  # one that ends just now reads it at a resume
             return
+        adopt(run)
         found = [state for state in states(run) if state.job == job.name]
         surplus = [s for s in found if s.index >= count and s.phase in (*ALIVE, Phase.unknown)]
         _end_on_slurm(run, surplus, time.time())

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 
 from hpc import ledger, slurm
 from hpc.attempts import Next, restart_delay_seconds
+from hpc.context import LOCAL
 from hpc.groups import Guardian, kill_group, start_guardian
 from hpc.plan import Job, Plan
 from hpc.prepare import finished_indexes, indexes_of, peers, unfinished
 from hpc.rundir import RunDirectory
 from hpc.site import Site
-from hpc.start import LOCAL
 from hpc.task import Phase, Task, outcome, record_cancel, unrecorded
 from hpc.wakeup import Wakeup
 
@@ -81,7 +81,7 @@ class Supervisor:
                 now = time.monotonic()
                 self._reap(now)
                 self._end_peers(now)
-                self._start_due(now)
+                self._start_next(now)
                 self._timers(now)
                 if all(task.over for task in self.tasks):
                     break
@@ -92,12 +92,15 @@ class Supervisor:
 
     def _signalled(self, number: int) -> None:
         if number in (signal.SIGTERM, signal.SIGINT):
-            cancelled = self.run.stop_request.exists()
-            self.stopping = "the run was cancelled" if cancelled else "the supervisor was ended"
-            for task in self.tasks:
-                self._stop(task, reason=self.stopping)
+            self._stop_all()
         elif number == signal.SIGHUP:
             self._rescale()
+
+    def _stop_all(self) -> None:
+        cancelled = self.run.stop_request.exists()
+        self.stopping = "the run was cancelled" if cancelled else "the supervisor was ended"
+        for task in self.tasks:
+            self._stop(task, reason=self.stopping)
 
     def _rescale(self) -> None:
         """Follows the sizes that `scale` wrote."""
@@ -126,10 +129,16 @@ class Supervisor:
             self._enlist_job(job, tuple(sorted(new)), now=time.time())
             log.info("%s: wanted %d tasks, %d new", job.name, len(wanted), len(new))
 
-    def _start_due(self, now: float) -> None:
-        for task in self.tasks:
-            if task.phase is Phase.waiting and task.due <= now:
-                self._start(task, now)
+    def _start_next(self, now: float) -> None:
+        """Starts one task that is due: signals and requests to stop are heard before the next."""
+        due = (task for task in self.tasks if task.phase is Phase.waiting and task.due <= now)
+        task = next(due, None)
+        if task is None:
+            return
+        if self.run.stop_request.exists():
+            self._stop_all()
+        else:
+            self._start(task, now)
 
     def _start(self, task: Task, now: float) -> None:
         self.counter += 1

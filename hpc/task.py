@@ -15,10 +15,12 @@ import msgspec
 
 from hpc import ledger
 from hpc.attempts import Ending, Next, decide
+from hpc.context import Context
+from hpc.journal import claim_attempt, record_start
 from hpc.plan import Job
 from hpc.rundir import RunDirectory
 from hpc.site import Site
-from hpc.start import Context, claim_attempt, record_end
+from hpc.start import record_end
 
 
 class Phase(StrEnum):
@@ -136,9 +138,7 @@ def _record_start(run: RunDirectory, task: Task, *, attempt: int) -> None:
         job_id=task.token,
         host=os.uname().nodename,
     )
-    path = run.attempt_start(task.job.role, index=task.index, attempt=attempt)
-    path.write_bytes(msgspec.json.encode(entry))
-    ledger.append(run.ledger, entry=entry)
+    record_start(run, entry)
 
 
 def record_cancel(run: RunDirectory, task: Task, *, reason: str) -> None:

@@ -76,7 +76,15 @@ def compose_data(overrides: Sequence[str], *, recipe_dir: Path | None = None) ->
     except (OSError, UnicodeDecodeError) as err:
         raise RecipeError(f"a recipe file can't be read: {err}") from err
     assert isinstance(data, dict)
+    _name_site(data.get("site"), parsed)
     return {str(key): value for key, value in data.items()}
+
+
+def _name_site(site: object, parsed: Sequence[Override]) -> None:
+    """A site is called as its file: the `name` in one that was copied is that of another."""
+    chosen = {choice.key_or_group: choice.value() for choice in parsed}
+    if isinstance(site, dict) and "site.name" not in chosen and isinstance(chosen.get("site"), str):
+        site["name"] = chosen["site"]
 
 
 def _roots(recipe_dir: Path | None) -> list[Path]:
@@ -90,7 +98,7 @@ def _roots(recipe_dir: Path | None) -> list[Path]:
 
 def _parse(text: str) -> Override:
     if "=" not in text and not text.startswith("~"):
-        raise RecipeError(f"override {text!r} has no '='; write key=value, e.g. recipe={text}")
+        raise RecipeError(f"override {text!r} has no '='; write key=value{_example(text)}")
     try:
         parsed = OverridesParser.create().parse_override(text)
     except HydraException as err:
@@ -99,6 +107,18 @@ def _parse(text: str) -> Override:
     if parsed.is_sweep_override():
         raise RecipeError(f"override {text!r} holds several values; for a list write key=[a,b]")
     return parsed
+
+
+def _example(word: str) -> str:
+    """What a lone word may have meant: an option of a group, or a key without its value."""
+    for group in GROUPS:
+        if word in options(group):
+            return f", e.g. {group}={word}"
+    try:
+        check_key(word)
+    except RecipeError:
+        return ", e.g. recipe=logic"
+    return f", e.g. {word}=..."
 
 
 def _check_choices(choices: Sequence[Override], recipe_dir: Path | None) -> None:

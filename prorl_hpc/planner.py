@@ -1,11 +1,13 @@
 """Recipe to Plan: which jobs a run is made of, and whether the site has room. Pure, no I/O."""
 
+import dataclasses
 import sys
 from pathlib import Path
 
 from hpc.errors import SiteError
 from hpc.plan import Job, Plan, Resources
 from hpc.site import Placement, Site
+from prorl_hpc.choices import InferencePlacement
 from prorl_hpc.learner.memory import check_memory, facts_for
 from prorl_hpc.recipe import Recipe, RecipeError
 
@@ -20,7 +22,10 @@ def make_plan(
 ) -> Plan:
     """The jobs of a run; raises SiteError or PlanError for what the site can't give."""
     beside = _colocated(recipe)
-    jobs = [_rollout(recipe, site, run_directory, python, after="learner" if beside else "buffer")]
+    first = "learner" if beside else "buffer"
+    jobs = [_rollout(recipe, site, run_directory, python, after=first)]
+    if _has_inference_jobs(recipe):
+        jobs.insert(0, _inference(recipe, site, run_directory, python, after=first))
     if beside:
         jobs.insert(0, _learner(recipe, site, run_directory, python, module="prorl_hpc.colocated"))
     else:
@@ -31,10 +36,21 @@ def make_plan(
     if site.max_node_hours is not None and hours > site.max_node_hours:
         raise SiteError(
             f"the plan takes {hours:.1f} node-hours per walltime, above "
-            f"site.max_node_hours={site.max_node_hours:g}; lower rollout.nodes, learner.nodes or a "
-            f"walltime_minutes"
+            f"site.max_node_hours={site.max_node_hours:g}; lower rollout.nodes, inference.nodes, "
+            f"learner.nodes or a walltime_minutes"
         )
     return plan
+
+
+def make_service_plan(
+    recipe: Recipe, site: Site, *, run_directory: Path, python: str = sys.executable
+) -> Plan:
+    """One job that serves rollouts over HTTP, with the resources of one rollout node."""
+    alone = dataclasses.replace(recipe, rollout=dataclasses.replace(recipe.rollout, nodes=1))
+    rollout = _rollout(alone, site, run_directory, python, after="")
+    command = (python, "-m", "prorl_hpc.service", "--run", str(run_directory))
+    job = dataclasses.replace(rollout, name="service", command=command, array_size=None, after=())
+    return Plan(run=recipe.name, run_directory=str(run_directory), jobs=(job,))
 
 
 def adjustments(recipe: Recipe, site: Site) -> list[str]:
@@ -43,6 +59,9 @@ def adjustments(recipe: Recipe, site: Site) -> list[str]:
         ("rollout", recipe.rollout.cpus_per_node, recipe.rollout.walltime_minutes),
         ("learner", recipe.learner.cpus_per_node, recipe.learner.walltime_minutes),
     ]
+    if _has_inference_jobs(recipe):
+        asked = recipe.inference
+        wishes.insert(1, ("inference", asked.cpus_per_node, asked.walltime_minutes))
     if not _colocated(recipe):
         wishes.insert(0, ("buffer", recipe.buffer.cpus, recipe.buffer.walltime_minutes))
     notes: list[str] = []
@@ -64,6 +83,10 @@ def _colocated(recipe: Recipe) -> bool:
             f"buffer.colocate={recipe.buffer.colocate!r} is unknown; choose none or learner"
         )
     return recipe.buffer.colocate == "learner"
+
+
+def _has_inference_jobs(recipe: Recipe) -> bool:
+    return recipe.inference.placement is InferencePlacement.own_jobs
 
 
 def _buffer(recipe: Recipe, site: Site, directory: Path, python: str) -> Job:
@@ -94,6 +117,7 @@ def _rollout(recipe: Recipe, site: Site, directory: Path, python: str, *, after:
         site,
         "rollout",
         nodes=1,
+        array_size=wanted.nodes,
         cpus=wanted.cpus_per_node,
         memory_mib=wanted.memory_mib,
         gpus=wanted.gpus_per_node,
@@ -104,6 +128,31 @@ def _rollout(recipe: Recipe, site: Site, directory: Path, python: str, *, after:
         name="rollout",
         role="rollout",
         command=(python, "-m", "prorl_hpc.rollout", "--run", str(directory)),
+        resources=resources,
+        array_size=wanted.nodes,
+        after=(after,),
+        grace_seconds=_grace(resources, GRACE_SECONDS),
+        environment=_threads(resources, 1),
+    )
+
+
+def _inference(recipe: Recipe, site: Site, directory: Path, python: str, *, after: str) -> Job:
+    wanted = recipe.inference
+    resources = _resources(
+        site,
+        "inference",
+        nodes=1,
+        array_size=wanted.nodes,
+        cpus=wanted.cpus_per_node,
+        memory_mib=wanted.memory_mib,
+        gpus=wanted.gpus_per_node,
+        minutes=wanted.walltime_minutes,
+        memory_key="inference.memory_mib",
+    )
+    return Job(
+        name="inference",
+        role="inference",
+        command=(python, "-m", "prorl_hpc.inference", "--run", str(directory)),
         resources=resources,
         array_size=wanted.nodes,
         after=(after,),
@@ -154,9 +203,11 @@ def _resources(
     gpus: int,
     minutes: int,
     memory_key: str,
+    array_size: int = 1,
 ) -> Resources:
     place = site.placement(role)
-    _check_room(site, role, place, nodes=nodes, memory_mib=memory_mib, memory_key=memory_key)
+    at_once = nodes * array_size
+    _check_room(site, role, place, nodes=at_once, memory_mib=memory_mib, memory_key=memory_key)
     return Resources(
         nodes=nodes,
         cpus_per_node=min(cpus, place.cpus_per_node or cpus),

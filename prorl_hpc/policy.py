@@ -9,9 +9,7 @@ refused instead of served.
 """
 
 import hashlib
-import os
 import re
-import secrets
 import shutil
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -19,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from hpc.errors import HpcError
-from hpc.files import publish, sync_directory
+from hpc.files import aside, publish, replace_directory, sync_directory, sync_file
 from prorl_hpc.run import Run
 
 FORMAT = 1
@@ -42,6 +40,11 @@ class PolicyManifest(msgspec.Struct, frozen=True, kw_only=True):
     """Optimizer step whose weights these are."""
     files: dict[str, str]
     """sha256 of each file, by its name relative to the directory."""
+
+    @property
+    def digest(self) -> str:
+        """Tells two versions of one number apart: after a crash a number can be trained again."""
+        return hashlib.sha256(msgspec.json.encode(self, order="sorted")).hexdigest()
 
 
 class _Latest(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,7 +71,7 @@ def publish_directory(
 ) -> PolicyManifest:
     """A directory of policy files with its manifest, made durable and renamed into place."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = _aside(target)
+    temporary = aside(target)
     temporary.mkdir()
     try:
         write(temporary)
@@ -78,9 +81,7 @@ def publish_directory(
         publish(temporary / MANIFEST, data=msgspec.json.format(msgspec.json.encode(manifest)))
         if not _is_whole(target, manifest):
             sync_tree(temporary)
-            _remove(target)
-            temporary.rename(target)
-            sync_directory(target.parent)
+            replace_directory(temporary, target)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return manifest
@@ -93,15 +94,11 @@ def _is_whole(target: Path, manifest: PolicyManifest) -> bool:
         return False
 
 
-def _aside(target: Path) -> Path:
-    return target.with_name(f".{target.name}.{secrets.token_hex(6)}.tmp")
-
-
 def _remove(target: Path) -> None:
     """Removes a directory; renamed first, so that nobody finds half of it under its name."""
     if not target.exists():
         return
-    grave = _aside(target)
+    grave = aside(target)
     target.rename(grave)
     shutil.rmtree(grave, ignore_errors=True)
 
@@ -143,6 +140,14 @@ def read_manifest(path: Path) -> PolicyManifest:
     return manifest
 
 
+def digest_at(path: Path) -> str:
+    """Digest of the version in `path`, its files unchecked; empty where no manifest is readable."""
+    try:
+        return read_manifest(path).digest
+    except PolicyError:
+        return ""
+
+
 def verify_policy(path: Path) -> PolicyManifest:
     """Checks every file against its hash; raises PolicyError naming the first that differs."""
     manifest = read_manifest(path)
@@ -177,7 +182,10 @@ def keep_newest(run: Run, n: int, *, protect: Collection[int] = ()) -> list[int]
 
 
 def discard_newer(run: Run, version: int) -> list[int]:
-    """Removes versions above `version`: those of a history that a crash lost."""
+    """Removes versions above `version`: those of a history that a crash lost.
+
+    Call it once `version` is published: `latest` must not name one that goes.
+    """
     doomed = [v for v in published_versions(run) if v > version]
     for newer in doomed:
         _remove(run.policy(newer))
@@ -202,9 +210,5 @@ def sync_tree(directory: Path) -> None:
         if path.is_dir():
             sync_directory(path)
         else:
-            descriptor = os.open(path, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+            sync_file(path)
     sync_directory(directory)

@@ -6,7 +6,6 @@ after loading, and their enums have equal names and values (Hydra matches names,
 """
 
 from dataclasses import dataclass, field
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -16,99 +15,38 @@ import yaml
 from hpc.errors import UserError
 from hpc.keys import unknown_key
 from hpc.site import Site
+from prorl_hpc.choices import (
+    AgentKind,
+    Aggregation,
+    Attention,
+    Correction,
+    CurriculumKind,
+    EngineKind,
+    EnvironmentKind,
+    Estimator,
+    InferencePlacement,
+    KlEstimator,
+    KlPlace,
+    ReferencePlacement,
+    StalePolicy,
+    Surrogate,
+)
 
 
 class RecipeError(UserError, ValueError):
     """A recipe that can't work; the message names the key, the value and what to do."""
 
 
-class Estimator(StrEnum):
-    """Advantage estimators (prorl_hpc.learner.advantage)."""
+@dataclass(kw_only=True, slots=True)
+class LoraConfig:
+    """Low-rank adapters instead of all weights (prorl_hpc.learner.lora)."""
 
-    grpo = "grpo"
-    dr_grpo = "dr_grpo"
-    rloo = "rloo"
-    reinforce_pp_baseline = "reinforce_pp_baseline"
-    maxrl = "maxrl"
-
-    @property
-    def needs_groups(self) -> bool:
-        """Whether a group of one rollout has no signal."""
-        return True
-
-
-class Surrogate(StrEnum):
-    """Policy-gradient surrogates (prorl_hpc.learner.surrogate)."""
-
-    ppo = "ppo"
-    gspo = "gspo"
-    cispo = "cispo"
-
-
-class Aggregation(StrEnum):
-    """How token losses become one number (prorl_hpc.learner.aggregate)."""
-
-    token_mean = "token_mean"  # noqa: S105
-    sequence_mean = "sequence_mean"
-    constant = "constant"
-
-
-class KlEstimator(StrEnum):
-    """Estimators of KL(policy, reference)."""
-
-    k1 = "k1"
-    k2 = "k2"
-    k3 = "k3"
-
-
-class KlPlace(StrEnum):
-    """Where the KL term goes."""
-
-    loss = "loss"
-    reward = "reward"
-
-
-class Correction(StrEnum):
-    """Correction for a sampler that is not the learner's own policy."""
-
-    none = "none"
-    truncated = "truncated"
-    icepop = "icepop"
-    sequence_mask = "sequence_mask"
-    decoupled = "decoupled"
-
-
-class StalePolicy(StrEnum):
-    """What happens to groups older than max_staleness."""
-
-    drop = "drop"
-    correct = "correct"
-
-
-class EngineKind(StrEnum):
-    """Inference engines."""
-
-    transformers = "transformers"
-    vllm = "vllm"
-    sglang = "sglang"
-    openai = "openai"
-
-
-class EnvironmentKind(StrEnum):
-    """How an instance's sandbox is made."""
-
-    none = "none"
-    apptainer = "apptainer"
-    bubblewrap = "bubblewrap"
-    process = "process"
-
-
-class AgentKind(StrEnum):
-    """Agents (prorl_hpc.agents)."""
-
-    single_turn = "single_turn"
-    tools = "tools"
-    bash = "bash"
+    rank: int = 0
+    """0: all weights are trained."""
+    alpha: float = 32.0
+    """The adapter's product is scaled by alpha / rank."""
+    targets: list[str] = field(default_factory=list)
+    """Linear layers by their last name, e.g. `q_proj`; empty: all but the head."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -124,8 +62,10 @@ class ModelConfig:
     dtype: str = "float32"
     """Compute type: `float32` or `bfloat16`; master weights and reductions are float32."""
     context_tokens: int = 8192
-    attention: str = "auto"
+    attention: Attention = Attention.auto
+    """`auto`: flash-attn's kernel on GPUs that have it, else `documents`."""
     activation_checkpointing: bool = False
+    lora: LoraConfig = field(default_factory=LoraConfig)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -220,6 +160,18 @@ class AlgorithmConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class HarnessConfig:
+    """A program that speaks an LLM API and works in the sandbox by itself (agent `harness`)."""
+
+    command: list[str] = field(default_factory=list)
+    """Its command line; `{problem}`, `{problem_file}` and `{url}` are replaced."""
+    package: str | None = None
+    """Directory of its packages (pip install --target), seen read-only in the sandbox."""
+    variables: dict[str, str] = field(default_factory=dict)
+    """Exported to it, beside those that name the API's address."""
+
+
+@dataclass(kw_only=True, slots=True)
 class TaskConfig:
     """One task of the mixture; its key in `tasks` is its name."""
 
@@ -238,6 +190,7 @@ class TaskConfig:
     num_rollouts: int | None = None
     validation_weight: float = 1.0
     agent: AgentKind = AgentKind.single_turn
+    harness: HarnessConfig = field(default_factory=HarnessConfig)
     environment: EnvironmentKind = EnvironmentKind.none
     max_turns: int = 1
     score_timeout_seconds: float = 30.0
@@ -246,7 +199,7 @@ class TaskConfig:
 
 @dataclass(kw_only=True, slots=True)
 class EngineConfig:
-    """The inference engine of the rollout nodes."""
+    """The inference engine, wherever `inference.placement` puts it."""
 
     kind: EngineKind = EngineKind.transformers
     max_batch: int = 32
@@ -258,7 +211,11 @@ class EngineConfig:
     arguments: list[str] = field(default_factory=list)
     """Further arguments of the server's command line."""
     urls: list[str] = field(default_factory=list)
-    """Addresses of servers that run already (kind openai)."""
+    """Addresses of servers that run already, with their `/v1` (kind openai)."""
+    model: str | None = None
+    """Name of the model at `urls`; None: the first that each of them lists."""
+    key_variable: str = "OPENAI_API_KEY"
+    """Environment variable that holds the key of `urls`, if they want one."""
     start_seconds: float = 600.0
     request_seconds: float = 1800.0
 
@@ -283,6 +240,18 @@ class RolloutConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class InferenceConfig:
+    """Where the engines of `rollout.engine` run; the sizes are those of jobs of their own."""
+
+    placement: InferencePlacement = InferencePlacement.rollout_nodes
+    nodes: int = 1
+    cpus_per_node: int = 8
+    gpus_per_node: int = 0
+    memory_mib: int = 32768
+    walltime_minutes: int = 240
+
+
+@dataclass(kw_only=True, slots=True)
 class BufferConfig:
     """The buffer job."""
 
@@ -299,8 +268,9 @@ class BufferConfig:
     max_infrastructure_retries: int = 3
     peer_seconds: float = 3600.0
     """Without a learner or any rollout node for so long, the run ends and says who was missing."""
-    curriculum: bool = False
-    """Pass over most instances that were always, or never, solved when they last came up."""
+    curriculum: CurriculumKind = CurriculumKind.none
+    """Which instances come up: `none`, all alike; `solve_rate` passes over most that were always,
+    or never, solved when they last came up; `bandit` learns which ones teach (extra `bandit`)."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -321,6 +291,8 @@ class LearnerConfig:
     deterministic: bool = False
     """Batches in group order and staleness 0: the same recipe gives the same weights."""
     head_chunk_tokens: int = 4096
+    reference_placement: ReferencePlacement = ReferencePlacement.device
+    """`cpu`: the reference's shards wait in main memory between two scorings."""
     batch_seconds: float = 7200.0
     """No batch for so long: the learner releases its GPUs and says what it waited for."""
     export_every_steps: int | None = None
@@ -352,6 +324,7 @@ class Recipe:
     warmup: WarmupConfig = field(default_factory=WarmupConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    inference: InferenceConfig = field(default_factory=InferenceConfig)
     buffer: BufferConfig = field(default_factory=BufferConfig)
     learner: LearnerConfig = field(default_factory=LearnerConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
@@ -380,6 +353,7 @@ def load_recipe(path: Path) -> Recipe:
     wrong = unknown_key(data, Recipe)
     if wrong is not None:
         raise RecipeError(f"{path.name}: {wrong}")
+    _modernise(data)
     try:
         recipe = msgspec.convert(data, Recipe, strict=False)
     except msgspec.ValidationError as err:
@@ -388,6 +362,13 @@ def load_recipe(path: Path) -> Recipe:
         site_of(recipe)
     check(recipe)
     return recipe
+
+
+def _modernise(data: object) -> None:
+    """Frozen recipes of earlier versions only say whether there is a curriculum."""
+    buffer = data.get("buffer") if isinstance(data, dict) else None
+    if isinstance(buffer, dict) and isinstance(buffer.get("curriculum"), bool):
+        buffer["curriculum"] = "solve_rate" if buffer["curriculum"] else "none"
 
 
 def dump_recipe(recipe: Recipe) -> str:
@@ -399,99 +380,8 @@ def dump_recipe(recipe: Recipe) -> str:
 def check(recipe: Recipe) -> Recipe:
     """Returns the recipe; raises RecipeError for values that can't work together."""
     from prorl_hpc.limits import check_numbers
+    from prorl_hpc.relations import check_relations
 
     check_numbers(recipe)
-    for key, value in _positive(recipe):
-        if isinstance(value, bool) or value <= 0:
-            raise RecipeError(f"{key}={value} must be above 0")
-    if not recipe.tasks:
-        raise RecipeError("tasks is empty; name at least one, e.g. tasks.puzzles.kind=logic")
-    for name, task in recipe.tasks.items():
-        if task.weight < 0:
-            raise RecipeError(f"tasks.{name}.weight={task.weight} is negative")
-    if sum(task.weight for task in recipe.tasks.values()) <= 0:
-        raise RecipeError("the weights of all tasks are 0; give one a positive weight")
-    _check_groups(recipe)
-    _check_algorithm(recipe)
+    check_relations(recipe)
     return recipe
-
-
-def _positive(recipe: Recipe) -> list[tuple[str, float]]:
-    algorithm = recipe.algorithm
-    values: list[tuple[str, float]] = [
-        ("steps", recipe.steps),
-        ("algorithm.batch_groups", algorithm.batch_groups),
-        ("algorithm.num_rollouts", algorithm.num_rollouts),
-        ("algorithm.updates_per_step", algorithm.updates_per_step),
-        ("algorithm.learning_rate", algorithm.learning_rate),
-        ("algorithm.temperature", algorithm.temperature),
-        ("rollout.nodes", recipe.rollout.nodes),
-        ("rollout.max_new_tokens", recipe.rollout.max_new_tokens),
-        ("learner.nodes", recipe.learner.nodes),
-        ("learner.ranks_per_node", recipe.learner.ranks_per_node),
-        ("learner.checkpoint_every_steps", recipe.learner.checkpoint_every_steps),
-        ("learner.publish_every_steps", recipe.learner.publish_every_steps),
-        ("learner.keep_checkpoints", recipe.learner.keep_checkpoints),
-        ("learner.tokens_per_micro_batch", recipe.learner.tokens_per_micro_batch),
-        ("validation.every_steps", recipe.validation.every_steps),
-        ("validation.num_rollouts", recipe.validation.num_rollouts),
-        ("buffer.min_usable", recipe.buffer.min_usable),
-        ("buffer.lease_seconds", recipe.buffer.lease_seconds),
-        ("buffer.group_deadline_seconds", recipe.buffer.group_deadline_seconds),
-        ("model.context_tokens", recipe.model.context_tokens),
-    ]
-    if recipe.learner.export_every_steps is not None:
-        values.append(("learner.export_every_steps", recipe.learner.export_every_steps))
-    for name, task in recipe.tasks.items():
-        for label in ("train_size", "max_new_tokens", "temperature", "num_rollouts"):
-            value = getattr(task, label)
-            if value is not None:
-                values.append((f"tasks.{name}.{label}", value))
-        values.append((f"tasks.{name}.validation_size", task.validation_size))
-        values.append((f"tasks.{name}.max_turns", task.max_turns))
-    return values
-
-
-def _check_groups(recipe: Recipe) -> None:
-    algorithm = recipe.algorithm
-    counts = {"algorithm.num_rollouts": algorithm.num_rollouts}
-    counts |= {
-        f"tasks.{n}.num_rollouts": t.num_rollouts for n, t in recipe.tasks.items() if t.num_rollouts
-    }
-    for key, count in counts.items():
-        if count < 2:
-            raise RecipeError(
-                f"{key}={count}: estimator {algorithm.estimator} needs groups of at least 2"
-            )
-        if recipe.buffer.min_usable > count:
-            raise RecipeError(
-                f"buffer.min_usable={recipe.buffer.min_usable} exceeds {key}={count}; lower it"
-            )
-
-
-def _check_algorithm(recipe: Recipe) -> None:
-    algorithm = recipe.algorithm
-    if algorithm.batch_groups % algorithm.updates_per_step:
-        raise RecipeError(
-            f"algorithm.batch_groups={algorithm.batch_groups} isn't divisible by "
-            f"algorithm.updates_per_step={algorithm.updates_per_step}"
-        )
-    if algorithm.max_staleness < 0:
-        raise RecipeError(f"algorithm.max_staleness={algorithm.max_staleness} is negative")
-    if recipe.learner.deterministic and algorithm.max_staleness != 0:
-        raise RecipeError("learner.deterministic=true needs algorithm.max_staleness=0")
-    if recipe.learner.deterministic and recipe.learner.publish_every_steps != 1:
-        raise RecipeError("learner.deterministic=true needs learner.publish_every_steps=1")
-    every = recipe.learner.publish_every_steps
-    if every > algorithm.max_staleness + 1:
-        raise RecipeError(
-            f"learner.publish_every_steps={every} needs algorithm.max_staleness={every - 1} or "
-            f"more (it is {algorithm.max_staleness}): rollouts would wait for a policy that never "
-            "comes"
-        )
-    if recipe.buffer.colocate not in ("none", "learner"):
-        raise RecipeError(f"buffer.colocate={recipe.buffer.colocate!r}; choose none or learner")
-    if not 0 < algorithm.clip_low < 1:
-        raise RecipeError(f"algorithm.clip_low={algorithm.clip_low} is outside (0, 1)")
-    if recipe.validation.temperature < 0 or not 0 < recipe.validation.top_p <= 1:
-        raise RecipeError("validation.temperature must be 0 or more and top_p in (0, 1]")

@@ -38,11 +38,32 @@ class Run(RunDirectory):
         return self.policies / "latest"
 
     @property
+    def announcements(self) -> Path:
+        """Where inference jobs say that they serve."""
+        return self.endpoints / "inference"
+
+    def announcement(self, index: int) -> Path:
+        return self.announcements / f"{index}.json"
+
+    @property
+    def inference_token(self) -> Path:
+        """Bearer token of the run's inference jobs, 0600."""
+        return self.secrets / "inference-token"
+
+    @property
     def checkpoints(self) -> Path:
         return self.root / "checkpoints"
 
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / f"step-{step:08d}"
+
+    @property
+    def exports(self) -> Path:
+        """Model directories that no clean-up touches."""
+        return self.root / "export"
+
+    def export(self, step: int) -> Path:
+        return self.exports / f"step-{step:08d}"
 
     def metrics(self, role: str, *, index: int = 0) -> Path:
         return self.root / "metrics" / (f"{role}.jsonl" if index == 0 else f"{role}-{index}.jsonl")
@@ -55,6 +76,11 @@ class Run(RunDirectory):
     def model_start(self) -> Path:
         """The policy that training starts from (after warm-up), in Hugging Face form."""
         return self.root / "start"
+
+    @property
+    def warmup(self) -> Path:
+        """How far the warm-up is, while it lasts."""
+        return self.root / "warmup.safetensors"
 
     @property
     def validation(self) -> Path:
@@ -75,6 +101,11 @@ class Run(RunDirectory):
     def evaluations(self) -> Path:
         """Results of `prorl-hpc eval` over several versions, with their jobs' logs."""
         return self.root / "evaluations"
+
+    @property
+    def service_job(self) -> Path:
+        """What a service that runs as a job serves, and where."""
+        return self.root / "service-job.json"
 
     @property
     def report(self) -> Path:

@@ -9,7 +9,7 @@ What the engine returned is kept as it came; limits end the conversation with a 
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,8 +21,8 @@ from prorl_hpc.agents.render import (
     render_prompt,
     stop_ids,
 )
-from prorl_hpc.environment.base import Environment
-from prorl_hpc.inference.engine import Engine, EngineError, Sampling
+from prorl_hpc.environment.base import Environment, EnvironmentSpec
+from prorl_hpc.inference.engine import Completion, Engine, EngineError, Sampling
 from prorl_hpc.records import Message
 
 
@@ -102,14 +102,18 @@ class Conversation:
         self.turns = 0
         self.text = ""
         """The last answer."""
-        self._tokenizer = tokenizer
+        self.note = ""
+        """One line on how it went, for people."""
+        self.counts: dict[str, float] = {}
+        """What an agent counts; components of the trajectory."""
+        self.tokenizer = tokenizer
+        self.limits = limits
         self._engine = engine
         self._sampling = sampling
-        self._limits = limits
         self._seed = seed
-        self._rollout_index = rollout_index
+        self.rollout_index = rollout_index
         self._affinity = affinity
-        self._stops = stop_ids(tokenizer)
+        self.stops = stop_ids(tokenizer)
         self._answer_ids: tuple[int, ...] = ()
 
     @property
@@ -118,58 +122,72 @@ class Conversation:
 
     def begin(self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] = ()) -> None:
         """Writes the prompt; one that fills the context ends the conversation at once."""
-        ids = render_prompt(self._tokenizer, messages, tools=tools)
-        self.transcript.given(ids[: self._limits.context_tokens])
-        if len(ids) >= self._limits.context_tokens:
-            self._end("length")
+        ids = render_prompt(self.tokenizer, messages, tools=tools)
+        self.transcript.given(ids[: self.limits.context_tokens])
+        if len(ids) >= self.limits.context_tokens:
+            self.end("length")
 
     async def answer(self) -> str:
         """Samples the next answer and returns its text; empty once the conversation is over.
 
         An answer cut by a token limit is kept and ends the conversation. Raises EngineError.
         """
-        if not self.over and self.turns >= self._limits.max_turns:
-            self._end("turns")
+        if not self.over and self.turns >= self.limits.max_turns:
+            self.end("turns")
         if self.over:
             return ""
-        room = self._limits.context_tokens - len(self.transcript.tokens)
+        completion = await self.sample(tuple(self.transcript.tokens))
+        self.transcript.sampled(
+            completion.token_ids, logprobs=completion.logprobs, versions=completion.versions
+        )
+        self._answer_ids = completion.token_ids
+        self.text = decode_answer(self.tokenizer, completion.token_ids)
+        if completion.finish_reason == "length":
+            self.end("length")
+        return self.text
+
+    async def sample(
+        self, prompt_ids: tuple[int, ...], *, max_new_tokens: int | None = None
+    ) -> Completion:
+        """One answer to any prompt, as the next turn; what becomes of it is the caller's affair.
+
+        `max_new_tokens` can only lower the limit. The prompt must leave room. Raises EngineError.
+        """
+        turn, self.turns = self.turns, self.turns + 1
+        most = self.limits.max_new_tokens
+        if max_new_tokens is not None:
+            most = min(most, max_new_tokens)
         completion = await self._engine.generate(
-            tuple(self.transcript.tokens),
+            prompt_ids,
             sampling=Sampling(
                 temperature=self._sampling.temperature,
-                max_new_tokens=min(room, self._limits.max_new_tokens),
-                stop_token_ids=self._stops,
+                max_new_tokens=min(self.limits.context_tokens - len(prompt_ids), most),
+                stop_token_ids=self.stops,
                 top_p=self._sampling.top_p,
                 top_k=self._sampling.top_k,
-                seed=derive_seed(self._seed, self._rollout_index, self.turns),
+                policy_version=self._sampling.policy_version,
+                seed=derive_seed(self._seed, self.rollout_index, turn),
             ),
             affinity=self._affinity,
         )
         if completion.finish_reason == "abort":
             raise EngineError("the engine gave up an answer (finish reason `abort`)")
-        self.turns += 1
-        self.transcript.sampled(
-            completion.token_ids, logprobs=completion.logprobs, versions=completion.versions
-        )
-        self._answer_ids = completion.token_ids
-        self.text = decode_answer(self._tokenizer, completion.token_ids)
-        if completion.finish_reason == "length":
-            self._end("length")
-        return self.text
+        return completion
 
     def observe(self, observations: Sequence[str], *, render: ObservationRenderer) -> None:
         """Appends what the environment said; without room for it the conversation is over."""
-        if not self.over and self.turns >= self._limits.max_turns:
-            self._end("turns")
+        if not self.over and self.turns >= self.limits.max_turns:
+            self.end("turns")
         if self.over:
             return
         ids = render(self._answer_ids, observations)
-        if len(self.transcript.tokens) + len(ids) >= self._limits.context_tokens:
-            self._end("length")
+        if len(self.transcript.tokens) + len(ids) >= self.limits.context_tokens:
+            self.end("length")
             return
         self.transcript.given(ids)
 
-    def _end(self, reason: str) -> None:
+    def end(self, reason: str) -> None:
+        """No more turns, for this reason."""
         self.over = True
         self.finish_reason = reason
 
@@ -190,3 +208,12 @@ class Agent(Protocol):
 
         Raises EngineError, SandboxError (infrastructure) and EnvironmentEnded (the agent's doing).
         """
+
+
+@runtime_checkable
+class Furnisher(Protocol):
+    """An agent that brings something into its environment, beside what the task puts there."""
+
+    def furnish(self, spec: EnvironmentSpec) -> EnvironmentSpec:
+        """The agent's environment; the one for scoring stays as the task asks."""
+        ...

@@ -4,10 +4,16 @@ from typing import Any
 
 from prorl_hpc.agents.bash import Bash
 from prorl_hpc.agents.episode import Agent
+from prorl_hpc.agents.functions import FunctionCalls
+from prorl_hpc.agents.harness import Harness
 from prorl_hpc.agents.render import observation_renderer
 from prorl_hpc.agents.single_turn import SingleTurn
 from prorl_hpc.agents.tools import TOOLS, Tools
-from prorl_hpc.recipe import AgentKind, TaskConfig
+from prorl_hpc.choices import AgentKind
+from prorl_hpc.recipe import TaskConfig
+
+SESSIONS = "nemo_gym"
+"""Kind of the tasks whose functions come with each instance."""
 
 
 def make_agent(config: TaskConfig, *, tokenizer: Any) -> Agent:
@@ -16,8 +22,15 @@ def make_agent(config: TaskConfig, *, tokenizer: Any) -> Agent:
         from prorl_hpc.tasks.swe.rehearse import make_rehearsal
 
         return make_rehearsal(config, tokenizer=tokenizer)
+    if config.kind == SESSIONS:
+        tools = config.agent is AgentKind.tools
+        return FunctionCalls(
+            observation_renderer(tokenizer, role="tool", tools=TOOLS) if tools else None
+        )
     if config.agent is AgentKind.bash:
         return Bash(observation_renderer(tokenizer, role="user"))
     if config.agent is AgentKind.tools:
         return Tools(observation_renderer(tokenizer, role="tool", tools=TOOLS))
+    if config.agent is AgentKind.harness:
+        return Harness(config.harness, tokenizer=tokenizer)
     return SingleTurn()

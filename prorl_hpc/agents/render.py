@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from hpc.errors import UserError
 from prorl_hpc.records import Message
@@ -20,6 +21,10 @@ Tokenizer = Any
 
 ToolSchema = dict[str, Any]
 """One tool as a JSON schema of a function, in the form that chat templates take."""
+
+_stops: WeakKeyDictionary[Tokenizer, tuple[tuple[str, int | None], tuple[int, ...]]] = (
+    WeakKeyDictionary()
+)
 
 _MARK = "\ue000{}\ue001"
 """Stands for a message's text while the template runs; private-use characters."""
@@ -57,7 +62,7 @@ def render_prompt(
     """
     plain = [{"role": m.role, "content": m.content} for m in messages]
     contents = [m.content for m in messages]
-    if any(_spells_control(tokenizer, text) for text in contents):
+    if any(spells_control(tokenizer, text) for text in contents):
         marked = [m | {"content": _MARK.format(i)} for i, m in enumerate(plain)]
         ids = _encode_parts(tokenizer, _render(tokenizer, marked, tools=tools), contents)
     else:
@@ -67,7 +72,18 @@ def render_prompt(
 
 
 def stop_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Ids that end an answer: the template's end of turn first, then the tokenizer's own `eos`."""
+    """Ids that end an answer: the template's end of turn first, then the tokenizer's own `eos`.
+
+    Found once per tokenizer and template: every conversation asks.
+    """
+    key = (str(tokenizer.chat_template), tokenizer.eos_token_id)
+    known = _stops.get(tokenizer)
+    if known is None or known[0] != key:
+        known = _stops[tokenizer] = (key, _find_stop_ids(tokenizer))
+    return known[1]
+
+
+def _find_stop_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
     found: list[int] = []
     suffix = _encode(tokenizer, _after_answer(tokenizer, (), generate=False))
     if suffix and suffix[0] in _control_ids(tokenizer):
@@ -99,13 +115,27 @@ class ObservationRenderer:
 
         The end of turn that the engine sampled itself isn't repeated.
         """
-        marks = [_MARK.format(i) for i in range(len(observations))]
-        messages = tuple({"role": self.role, "content": mark} for mark in marks)
-        text = _after_answer(self.tokenizer, messages, generate=True)
-        ids = _encode_parts(self.tokenizer, text, list(observations))
-        if answer_ids and answer_ids[-1] in self.stops and ids and ids[0] in self.stops:
-            return ids[1:]
-        return ids
+        messages = [Message(role=self.role, content=text) for text in observations]
+        return render_after(self.tokenizer, answer_ids, messages, stops=self.stops)
+
+
+def render_after(
+    tokenizer: Tokenizer,
+    answer_ids: Sequence[int],
+    messages: Sequence[Message],
+    *,
+    stops: Sequence[int],
+) -> tuple[int, ...]:
+    """Ids between a sampled answer and the next one; `observation_renderer` has checked each role.
+
+    The end of turn that the engine sampled itself isn't repeated.
+    """
+    marked = [{"role": m.role, "content": _MARK.format(i)} for i, m in enumerate(messages)]
+    text = _after_answer(tokenizer, marked, generate=True)
+    ids = _encode_parts(tokenizer, text, [m.content for m in messages])
+    if answer_ids and answer_ids[-1] in stops and ids and ids[0] in stops:
+        return ids[1:]
+    return ids
 
 
 def observation_renderer(
@@ -205,7 +235,7 @@ def _encode_parts(tokenizer: Tokenizer, text: str, contents: Sequence[str]) -> t
 
     Where no content spells a control token the text is encoded in one piece, as usual.
     """
-    if not any(_spells_control(tokenizer, content) for content in contents):
+    if not any(spells_control(tokenizer, content) for content in contents):
         for index, content in enumerate(contents):
             text = text.replace(_MARK.format(index), content)
         return _encode(tokenizer, text)
@@ -224,7 +254,8 @@ def _control_ids(tokenizer: Tokenizer) -> frozenset[int]:
     return frozenset(declared | set(tokenizer.all_special_ids))
 
 
-def _spells_control(tokenizer: Tokenizer, text: str) -> bool:
+def spells_control(tokenizer: Tokenizer, text: str) -> bool:
+    """Whether a text holds the spelling of a control token."""
     return any(
         token.special and token.content in text for token in tokenizer.added_tokens_decoder.values()
     )

@@ -27,7 +27,7 @@ class Policy(StrEnum):
     empty = "empty"
     """Nothing at all."""
     mixed = "mixed"
-    """Gold and empty in turn: groups with something to learn from."""
+    """Gold and empty by turns within a group, on however many nodes: something to learn from."""
     destructive = "destructive"
     """The attacks of `DESTRUCTIVE` in turn. They run inside a sandbox, never elsewhere."""
 
@@ -54,8 +54,8 @@ DESTRUCTIVE: Mapping[str, str] = MappingProxyType(
 Script = Sequence[str | tuple[str, bytes]]
 """Commands, and (path, content) of files that are put in between them."""
 
-Scripts = Callable[[Sequence[Message]], Script]
-"""The script for one prompt."""
+Scripts = Callable[[Sequence[Message], int], Script]
+"""The script for one prompt and the index of the rollout in its group."""
 
 
 class Replay:
@@ -83,7 +83,7 @@ class Replay:
         assert environment is not None, "a replay needs an environment"
         conversation.begin(with_instructions(messages))
         await conversation.answer()
-        for step in self._scripts(messages):
+        for step in self._scripts(messages, conversation.rollout_index):
             if isinstance(step, tuple):
                 path, content = step
                 await environment.put(path, content)
@@ -107,13 +107,13 @@ def make_replay(
     """`golds`: the gold patch by the text of an instance's last message."""
     turns: dict[str, Iterator[int]] = {}
 
-    def scripts(messages: Sequence[Message]) -> Script:
+    def scripts(messages: Sequence[Message], rollout_index: int) -> Script:
         text = messages[-1].content
-        turn = next(turns.setdefault(text, itertools.count()))
         if policy is Policy.destructive:
             attacks = list(DESTRUCTIVE.values())
+            turn = next(turns.setdefault(text, itertools.count()))
             return [f"cd {shlex.quote(directory)}", attacks[turn % len(attacks)]]
-        if policy is Policy.empty or (policy is Policy.mixed and turn % 2):
+        if policy is Policy.empty or (policy is Policy.mixed and rollout_index % 2):
             return []
         return gold_script(golds[text], directory)
 

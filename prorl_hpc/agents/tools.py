@@ -103,3 +103,23 @@ def calls_in(text: str) -> list[Call | str]:
         except msgspec.MsgspecError as err:
             calls.append(str(err))
     return calls
+
+
+def split_answer(text: str) -> tuple[str, list[Call]]:
+    """What an answer says beside its calls, and the calls; one that can't be read stays text."""
+    calls: list[Call] = []
+
+    def take(found: re.Match[str]) -> str:
+        try:
+            calls.append(msgspec.json.decode(found.group(1).encode(), type=Call))
+        except (msgspec.MsgspecError, RecursionError):
+            return found.group(0)
+        return ""
+
+    return _CALL.sub(take, text).strip(), calls
+
+
+def spell_call(name: str, arguments: object) -> str:
+    """A call as the model would write it."""
+    body = msgspec.json.encode({"name": name, "arguments": arguments}).decode()
+    return f"<tool_call>\n{body}\n</tool_call>"

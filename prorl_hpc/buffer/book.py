@@ -27,6 +27,9 @@ from prorl_hpc.buffer.messages import VALIDATION_BASE
 from prorl_hpc.buffer.opening import Opening
 from prorl_hpc.records import Kind
 
+SUPERSEDED = "superseded:"
+"""Begins the reason of a validation group that was given up for a newer validation."""
+
 CLAIM_SECONDS = 5.0
 """So long after a restart, at most, nodes at work may claim what they hold."""
 
@@ -47,6 +50,8 @@ class GroupBook:
         self.open: dict[int, OpenGroup] = {}
         self.closed: dict[int, Closed] = {}
         self.dropped: set[int] = set()
+        self.superseded: set[int] = set()
+        """Those of the dropped ones that nothing was wrong with."""
         self._next_group = 0
         self._needy: set[int] = set()
         self._closing: dict[int, Closed | Dropped] = {}
@@ -160,6 +165,8 @@ class GroupBook:
             return
         self.counters["dropped"] += 1
         self.dropped.add(line.group)
+        if line.reason.startswith(SUPERSEDED):
+            self.superseded.add(line.group)
         if line.kind is Kind.train:
             self.capacity.num_dropped += 1
             self._grow()
@@ -183,6 +190,12 @@ class GroupBook:
             group.instance_id = line.instance_id
             for rollout, number, row, usable in line.rollouts:
                 group.store(rollout, location=(number, row), usable=usable)
+
+    def _take_up(self, group: OpenGroup) -> None:
+        """A validation group that was given up is asked for after all."""
+        self.superseded.discard(group.group_id)
+        self.dropped.discard(group.group_id)
+        self._enter(group)
 
     def _forget(self, group_id: int) -> None:
         group = self.open.pop(group_id, None)

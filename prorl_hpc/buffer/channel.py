@@ -209,8 +209,14 @@ class AsyncChannel:
         self._reader: asyncio.Task[None] | None = None
         self._waiting: dict[int, asyncio.Future[AnyReply]] = {}
         self._requests = 0
+        self._made = time.monotonic()
         self._heard = 0.0
         self._looked = 0.0
+
+    @property
+    def silent_seconds(self) -> float:
+        """Since the last reply, or since this channel was made."""
+        return time.monotonic() - max(self._heard, self._made)
 
     async def ask(self, body: AnyRequest, *, arrays: Sequence[frames.Frame] = ()) -> AnyReply:
         """Sends `body` until it is answered. Raises BufferGone, Fenced, Refused."""

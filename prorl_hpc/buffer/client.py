@@ -9,6 +9,8 @@ import asyncio
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 
+import msgspec
+
 from hpc import endpoints
 from hpc.rundir import RunDirectory
 from prorl_hpc.buffer import frames
@@ -129,6 +131,11 @@ class RolloutClient:
             raise
         return client
 
+    @property
+    def silent_seconds(self) -> float:
+        """Since the buffer's last answer."""
+        return self._channel.silent_seconds
+
     async def lease(self, capacity: int) -> LeaseReply:
         """Leases of up to `capacity` rollouts; none means: ask again after `retry_seconds`."""
         reply = await self._channel.ask(LeaseRequest(capacity=capacity))
@@ -164,6 +171,19 @@ class RolloutClient:
         """Drops the socket; leases of this node end with their expiry, or by `heartbeat(())`."""
         await self._channel.close()
 
+    def _release(self, keys: Iterable[tuple[int, int]]) -> None:
+        """These rollouts aren't this node's any more, whatever became of them.
+
+        One that is to be tried again least of all: claimed on, nobody else would get it.
+        """
+        done = set(keys)
+        for lease_id, claim in list(self._claims.items()):
+            left = tuple(r for r in claim.rollouts if (claim.group_id, r) not in done)
+            if not left:
+                del self._claims[lease_id]
+            elif left != claim.rollouts:
+                self._claims[lease_id] = msgspec.structs.replace(claim, rollouts=left)
+
     async def _push(self, batch: list[Trajectory]) -> dict[tuple[int, int], PushResult]:
         async with self._credit.take(sum(t.num_bytes for t in batch)):
             body, arrays = frames.encode_push(batch)
@@ -171,6 +191,7 @@ class RolloutClient:
                 try:
                     reply = await self._channel.ask(body, arrays=arrays)
                 except Fenced:
+                    self._release(t.key for t in batch)
                     return {t.key: "fenced" for t in batch}
                 if not isinstance(reply, Busy):
                     break
@@ -178,6 +199,7 @@ class RolloutClient:
                 await asyncio.sleep(reply.retry_seconds)
         self.busy = ""
         results = expect(reply, PushReply).results
+        self._release(t.key for t in batch)
         return {t.key: result for t, result in zip(batch, results, strict=True)}
 
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from prorl_hpc.buffer.mixture import TaskShare
+from prorl_hpc.choices import CurriculumKind
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,8 +35,8 @@ class BufferConfig:
     deterministic: bool
     """Groups are handed out in the order of their ids and are pinned to a policy version."""
     stages: tuple[Stage, ...] = ()
-    curriculum: bool = False
-    """Instances always or never solved in their newest group are mostly passed over."""
+    curriculum: CurriculumKind = CurriculumKind.none
+    """How the instance of a new group is chosen, where the mixture's own choice may be changed."""
 
     def stage(self, version: int) -> Stage | None:
         """The stage in force for groups that come up at `version`."""

@@ -6,7 +6,9 @@ The choice is a function of seed, group and the results of earlier policy versio
 """
 
 from bisect import bisect_left, insort
+from dataclasses import dataclass
 from hashlib import blake2b
+from typing import Protocol
 
 SOLVED = 1.0 - 1e-6
 """A reward from here on counts as solved."""
@@ -15,12 +17,38 @@ TRIES = 8
 """So many instances are looked at; the last one is taken as it is."""
 
 
-class Curriculum:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """An instance, and what a bandit must remember of having chosen it."""
+
+    index: int
+    context: str = ""
+    probability: float = 0.0
+
+
+class Curriculum(Protocol):
+    """Learns how groups went, and chooses the instances of new ones."""
+
+    def chosen(self, group_id: int, choice: Choice) -> None: ...
+
+    def note(
+        self, group_id: int, *, task: str, index: int, num_solved: int, known: int
+    ) -> None: ...
+
+    def choose(self, group_id: int, *, task: str, index: int, size: int, floor: int) -> Choice: ...
+
+    def num_extreme(self) -> int: ...
+
+
+class SolveRates:
     """Results by instance, and the choice that follows from them."""
 
     def __init__(self, *, seed: int) -> None:
         self._seed = seed
         self._results: dict[tuple[str, int], list[tuple[int, bool]]] = {}
+
+    def chosen(self, group_id: int, choice: Choice) -> None:
+        """An earlier attempt has made this choice; only results are of interest here."""
 
     def note(self, group_id: int, *, task: str, index: int, num_solved: int, known: int) -> None:
         """A group of the instance is closed, with `known` rewards of which `num_solved` count."""
@@ -30,7 +58,7 @@ class Curriculum:
             if (group_id, extreme) not in results:
                 insort(results, (group_id, extreme))
 
-    def choose(self, group_id: int, *, task: str, index: int, size: int, floor: int) -> int:
+    def choose(self, group_id: int, *, task: str, index: int, size: int, floor: int) -> Choice:
         """The instance of a new group that the mixture gave `index` of `size`.
 
         Results of groups from `floor` on aren't looked at.
@@ -41,7 +69,7 @@ class Curriculum:
             if self._draw(group_id, turn, "skip") >= SKIP_PROBABILITY:
                 break
             index = int(self._draw(group_id, turn, "other") * size)
-        return index
+        return Choice(index=index)
 
     def num_extreme(self) -> int:
         """Instances always or never solved in their newest group."""
@@ -53,7 +81,11 @@ class Curriculum:
         return place > 0 and results[place - 1][1]
 
     def _draw(self, group_id: int, turn: int, what: str) -> float:
-        """Uniform in [0, 1)."""
-        key = f"{self._seed}/curriculum/{group_id}/{turn}/{what}"
-        digest = blake2b(key.encode(), digest_size=8).digest()
-        return (int.from_bytes(digest, "little") >> 11) / 2.0**53
+        return draw(self._seed, "curriculum", group_id, turn, what)
+
+
+def draw(seed: int, name: str, group_id: int, turn: int, what: str) -> float:
+    """Uniform in [0, 1); the same for the same arguments."""
+    key = f"{seed}/{name}/{group_id}/{turn}/{what}"
+    digest = blake2b(key.encode(), digest_size=8).digest()
+    return (int.from_bytes(digest, "little") >> 11) / 2.0**53

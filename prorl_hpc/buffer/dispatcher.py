@@ -5,16 +5,14 @@
 Durable facts and what follows from them are in `book`.
 """
 
+import re
 from collections.abc import Sequence
 from enum import StrEnum
 
-from prorl_hpc.buffer.book import GroupBook
+from prorl_hpc.buffer.book import SUPERSEDED, GroupBook
 from prorl_hpc.buffer.curriculum import SOLVED
 from prorl_hpc.buffer.groups import Location, OpenGroup, SlotState, reference
-from prorl_hpc.buffer.manifest import (
-    Closed,
-    Validation,
-)
+from prorl_hpc.buffer.manifest import Closed, Dropped, Validation
 from prorl_hpc.buffer.messages import (
     VALIDATION_BASE,
     Claim,
@@ -27,6 +25,9 @@ from prorl_hpc.records import Kind, Lease, Trajectory
 
 GRACE_SECONDS = 5.0
 """A younger lease isn't missed in a heartbeat: its reply may still be on its way."""
+RANDOM_NAME = re.compile(r"[0-9a-f]{12}(?:-[0-9a-f]{12})*")
+"""Tokens of workers and environments: failures that differ by them alone are of one kind."""
+
 MAX_FAILURE_KINDS = 30
 MAX_FAILURE_CHARACTERS = 160
 
@@ -181,11 +182,21 @@ class Dispatcher(GroupBook):
             self.handout.add(self.closed[ref.group_id])
 
     def validate(self, *, version: int, counts: dict[str, int], num_rollouts: int) -> None:
-        """Opens the groups of a validation; again for the same version: nothing changes."""
-        if self.opening.validation(version) is None:
+        """Opens the groups of a validation; again for the same version: nothing changes.
+
+        What is open of older ones is given up: the learner waits for one at a time, so it has
+        abandoned them, and nodes at work on them would keep the new one waiting. One that is asked
+        for again after all is taken up where it was left.
+        """
+        self._supersede(version)
+        wanted = self.opening.validation(version)
+        if wanted is None:
             line = Validation(version=version, counts=counts, num_rollouts=num_rollouts)
             self._open_validation(line)
             self._lines.append(line)
+            return
+        for group_id in self.superseded.intersection(wanted.group_ids):
+            self._take_up(wanted.open_group(group_id))
 
     def validation_results(self, version: int) -> ValidationReply:
         """What there is of a validation, and what is missing."""
@@ -204,6 +215,20 @@ class Dispatcher(GroupBook):
         )
 
     # --- inside
+
+    def _supersede(self, version: int) -> None:
+        """Gives up the open validation groups of versions before this one."""
+        for group in list(self.open.values()):
+            if group.kind is Kind.validation and (group.policy_version or 0) < version:
+                self.counters["superseded"] += 1
+                self._forget(group.group_id)
+                line = Dropped(
+                    group=group.group_id,
+                    kind=group.kind,
+                    reason=f"{SUPERSEDED} version {version} is validated now",
+                )
+                self._closing[group.group_id] = line
+                self._lines.append(line)
 
     def _revive(self, worker: str, claim: Claim, *, now: float) -> bool:
         group = self.open.get(claim.group_id) or self._open_late(claim.group_id)
@@ -283,7 +308,8 @@ class Dispatcher(GroupBook):
     def _retry(self, group: OpenGroup, t: Trajectory, *, now: float) -> bool:
         """Notes an infrastructure failure; whether the rollout is to be tried again."""
         self.counters[f"failure/{t.task}"] += 1
-        what = f"{t.task}: {t.detail or t.finish_reason}"[:MAX_FAILURE_CHARACTERS]
+        said = RANDOM_NAME.sub("*", t.detail or t.finish_reason)
+        what = f"{t.task}: {said}"[:MAX_FAILURE_CHARACTERS]
         full = what not in self.failures and len(self.failures) >= MAX_FAILURE_KINDS
         self.failures["others" if full else what] += 1
         slot = group.slots[t.rollout_index]

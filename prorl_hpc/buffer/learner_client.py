@@ -113,7 +113,8 @@ class LearnerClient:
     def validate(self, version: int, counts: dict[str, int], num_rollouts: int) -> None:
         """Asks for a validation of `version`: the first `counts[task]` instances of each task."""
         ask = Validate(version=version, counts=counts, num_rollouts=num_rollouts)
-        self._validations[version] = ask
+        # An older one that nobody waits for any more isn't asked for again after a restart.
+        self._validations = {version: ask}
         self._done(ask)
 
     def validation_results(

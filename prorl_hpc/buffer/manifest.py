@@ -90,6 +90,9 @@ class Chosen(Line, frozen=True, kw_only=True):
 
     group: int
     index: int
+    context: str = ""
+    probability: float = 0.0
+    """What a bandit learns from later: the features it saw, and how likely the choice was."""
 
 
 class Limit(Line, frozen=True, kw_only=True):

@@ -8,13 +8,25 @@ from collections.abc import Iterable
 
 from prorl_hpc.buffer.capacity import Capacity
 from prorl_hpc.buffer.config import BufferConfig
-from prorl_hpc.buffer.curriculum import Curriculum
+from prorl_hpc.buffer.curriculum import Choice, Curriculum, SolveRates
 from prorl_hpc.buffer.groups import OpenGroup
 from prorl_hpc.buffer.manifest import Chosen, Closed, Line, Validation
 from prorl_hpc.buffer.messages import VALIDATION_BASE
 from prorl_hpc.buffer.mixture import Mixture
 from prorl_hpc.buffer.validation import IDS_PER_VERSION, ValidationSet
+from prorl_hpc.choices import CurriculumKind
 from prorl_hpc.records import Kind
+
+
+def make_curriculum(config: BufferConfig) -> Curriculum | None:
+    """The one that the recipe names. Raises BanditMissing."""
+    if config.curriculum is CurriculumKind.solve_rate:
+        return SolveRates(seed=config.seed)
+    if config.curriculum is CurriculumKind.bandit:
+        from prorl_hpc.buffer.bandit import Bandit
+
+        return Bandit(seed=config.seed)
+    return None
 
 
 class Opening:
@@ -24,13 +36,20 @@ class Opening:
         self._config = config
         self._capacity = capacity
         self._mixture = Mixture(config.tasks, seed=config.seed)
-        self._curriculum = Curriculum(seed=config.seed) if config.curriculum else None
+        self._curriculum = make_curriculum(config)
         self._chosen: dict[int, int] = {}
         self._validations: dict[int, ValidationSet] = {}
 
     def restore(self, lines: Iterable[Line]) -> None:
         """Takes over what earlier attempts have chosen."""
-        self._chosen |= {line.group: line.index for line in lines if isinstance(line, Chosen)}
+        for line in lines:
+            if isinstance(line, Chosen):
+                self._chosen[line.group] = line.index
+                if self._curriculum is not None:
+                    choice = Choice(
+                        index=line.index, context=line.context, probability=line.probability
+                    )
+                    self._curriculum.chosen(line.group, choice)
 
     def note(self, line: Closed) -> None:
         """A group is closed: the curriculum learns how it went."""
@@ -55,17 +74,20 @@ class Opening:
         task, index = self._mixture.pick(group_id)
         line = None
         if self._curriculum is not None and group_id not in self._chosen:
+            choice = self._curriculum.choose(
+                group_id,
+                task=task,
+                index=index,
+                size=self._config.tasks[task].train_size,
+                floor=self._capacity.first_of(version),
+            )
             line = Chosen(
                 group=group_id,
-                index=self._curriculum.choose(
-                    group_id,
-                    task=task,
-                    index=index,
-                    size=self._config.tasks[task].train_size,
-                    floor=self._capacity.first_of(version),
-                ),
+                index=choice.index,
+                context=choice.context,
+                probability=choice.probability,
             )
-            self._chosen[group_id] = line.index
+            self._chosen[group_id] = choice.index
         stage = self._config.stage(version)
         number = self._config.rollouts_of(task, stage=stage)
         group = OpenGroup(

@@ -20,6 +20,7 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from hpc.allocation import cpu_count
 from prorl_hpc.buffer import frames, zap
 from prorl_hpc.buffer.config import BufferConfig
 from prorl_hpc.buffer.dispatcher import Dispatcher
@@ -42,6 +43,7 @@ from prorl_hpc.run import Run
 log = logging.getLogger(__name__)
 
 POLL_MILLISECONDS = 100
+MAX_IO_THREADS = 4
 FAREWELL_SECONDS = 30.0
 """How long the buffer stays up after the run's end for nodes that haven't heard of it."""
 
@@ -115,7 +117,9 @@ class BufferServer:
         self._now = now
         self._report = report
         self._keys = keys
-        self._context: zmq.Context[Any] = zmq.Context()
+        # Decryption is the server's largest cost: its threads share the nodes' connections.
+        threads = max(1, min(MAX_IO_THREADS, cpu_count() // 3))
+        self._context: zmq.Context[Any] = zmq.Context(io_threads=threads)
         self._router: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         self.refused = OnceLog()
         self._gate = zap.Gate(self._context, clients=keys.clients, refused=self.refused)

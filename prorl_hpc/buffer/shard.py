@@ -305,7 +305,7 @@ def _record(t: Trajectory) -> tuple[object, ...]:
         t.rollout_index,
         math.nan if t.reward is None else t.reward,
         -1 if oldest is None else oldest,
-        int(t.loss_mask.sum()),
+        int(np.count_nonzero(t.loss_mask)),
         t.outcome.value.encode(),
         t.kind.value.encode(),
     )

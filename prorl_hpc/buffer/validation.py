@@ -8,12 +8,24 @@ from prorl_hpc.records import Kind
 IDS_PER_VERSION = 1 << 20
 
 
+def first_group(version: int) -> int:
+    """Id of the first group of a version's validation."""
+    return VALIDATION_BASE + version * IDS_PER_VERSION
+
+
+def place(group_id: int) -> tuple[int, int] | None:
+    """(version, number within its validation) of a group; None for one of training."""
+    if group_id < VALIDATION_BASE:
+        return None
+    return divmod(group_id - VALIDATION_BASE, IDS_PER_VERSION)
+
+
 class ValidationSet:
     """The first `counts[task]` validation instances of each task, in the order of task names."""
 
     def __init__(self, line: Validation) -> None:
         self._line = line
-        self._first = VALIDATION_BASE + line.version * IDS_PER_VERSION
+        self._first = first_group(line.version)
         self._instances = [
             (task, index) for task, count in sorted(line.counts.items()) for index in range(count)
         ]

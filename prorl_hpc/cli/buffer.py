@@ -23,7 +23,7 @@ def run(args: argparse.Namespace) -> int:
     from prorl_hpc.buffer.export import export
     from prorl_hpc.records import Kind
 
-    run_ = find_run(args.run)
+    run_ = find_run(args.run, beginning=True)
     kind = None if args.kind is None else Kind(args.kind)
     try:
         count = export(run_, args.output, kind=kind)

@@ -15,9 +15,15 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
+    from hpc.status import states
     from hpc.submit import cancel
+    from prorl_hpc.observe.culprit import ending
 
     run_ = find_run(args.run)
+    end = ending(run_, states(run_))
+    if end is not None:
+        print(f"run {run_.name} isn't running, there is nothing to cancel: {end.text}")
+        return 0
     cancel(run_.root)
     print(f"run {run_.name} ends; `prorl-hpc resume {run_.name}` continues it")
     return 0

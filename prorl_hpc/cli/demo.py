@@ -24,7 +24,7 @@ def parser() -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> int:
     if args.seeds < 1:
         raise UserError(f"--seeds {args.seeds}: give at least 1")
-    base = args.name or time.strftime("demo-%Y%m%d-%H%M%S")
+    base = time.strftime("demo-%Y%m%d-%H%M%S") if args.name is None else args.name
     rows, runs, worst = [], [], 0
     for seed in range(args.seeds):
         name = base if args.seeds <= 1 else f"{base}-seed{seed}"

@@ -4,15 +4,16 @@ import argparse
 import asyncio
 import dataclasses
 import sys
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpc.errors import UserError
+from hpc.scratch import OwnedDirectory
+from prorl_hpc.choices import EngineKind
 from prorl_hpc.cli.inputs import check_output
 from prorl_hpc.cli.runs import find_run
 from prorl_hpc.cli.table import table
-from prorl_hpc.recipe import EngineKind, Recipe, load_recipe
+from prorl_hpc.recipe import Recipe, load_recipe
 
 if TYPE_CHECKING:
     from prorl_hpc.evaluation.evaluate import Evaluation
@@ -72,7 +73,7 @@ def _one(args: argparse.Namespace, ks: list[int]) -> int:
 
     recipe, model, title = resolve(args)
     recipe = adjust(recipe, args)
-    with tempfile.TemporaryDirectory(prefix="prorl-eval-") as scratch:
+    with OwnedDirectory.make("eval") as scratch:
         result = asyncio.run(
             evaluate(
                 recipe,
@@ -80,7 +81,7 @@ def _one(args: argparse.Namespace, ks: list[int]) -> int:
                 target=title,
                 num_samples=args.samples,
                 ks=ks,
-                scratch=Path(scratch),
+                scratch=scratch,
                 report=_report if sys.stderr.isatty() else None,
             )
         )

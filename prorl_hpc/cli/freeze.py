@@ -17,6 +17,7 @@ from hpc.files import publish
 from hpc.plan import Plan
 from hpc.prepare import prepare
 from hpc.site import Site
+from prorl_hpc.choices import InferencePlacement
 from prorl_hpc.recipe import Recipe, dump_recipe
 from prorl_hpc.run import Run
 
@@ -77,6 +78,10 @@ def _write(run: Run, frozen: Frozen, recipe_text: str) -> None:
     from prorl_hpc.buffer.keys import make_keys
 
     make_keys(run)
+    if frozen.recipe.inference.placement is InferencePlacement.own_jobs:
+        from prorl_hpc.inference.announce import make_token
+
+        make_token(run)
     scripts = {path.name for path in prepare(run, plan=frozen.plan, site=frozen.site)}
     for path in run.scripts.glob("*.sbatch"):
         if path.name not in scripts:  # of an earlier dry run with other jobs

@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 from hpc.errors import UserError
+from prorl_hpc.cli import images_build
 from prorl_hpc.cli.table import table
 
 STORE_VARIABLE = "PRORL_IMAGES"
@@ -20,15 +21,14 @@ def parser() -> argparse.ArgumentParser:
     actions.add_parser("list", help="what the store holds")
     check = actions.add_parser("verify", help="compare files with images.lock")
     check.add_argument("name", nargs="*", help="all, unless named")
-    for action, what in (
-        ("import", "take a SIF file, a directory, or a docker/OCI archive"),
-        ("build", "build from a definition file"),
-    ):
-        made = actions.add_parser(action, help=what)
-        made.add_argument("name")
-        made.add_argument("source", type=Path)
-        made.add_argument("--force", action="store_true", help="also when it is there already")
-        made.add_argument("--scratch", type=Path, help="local disk for the work")
+    made = actions.add_parser("import", help="take a SIF file, a directory, or an archive")
+    made.add_argument("name")
+    made.add_argument("source", type=Path, help="docker/OCI archive or directory, root directory")
+    made.add_argument("--force", action="store_true", help="also when it is there already")
+    made.add_argument("--scratch", type=Path, help="local disk for the work")
+    images_build.add_arguments(
+        actions.add_parser("build", help="build from definitions, here or over a job array")
+    )
     unpack = actions.add_parser(
         "unpack", help="as a directory on local disk, once per digest; for nodes without squashfuse"
     )
@@ -72,7 +72,9 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.action == "unpack":
         return _unpack(store, args)
-    return _make(store, args)
+    if args.action == "build":
+        return images_build.build(where, args)
+    return _import(store, args)
 
 
 def _unpack(store: "object", args: argparse.Namespace) -> int:
@@ -110,21 +112,15 @@ def _verify(store: "object", names: list[str]) -> int:
     return 1 if any(problem for _, problem in found) else 0
 
 
-def _make(store: "object", args: argparse.Namespace) -> int:
+def _import(store: "object", args: argparse.Namespace) -> int:
     from hpc.container_probe import probe
     from hpc.images import ImageStore
-    from hpc.images_build import build_image, import_image
+    from hpc.images_build import import_image
 
     assert isinstance(store, ImageStore)
-    runtime = probe().runtime
-    if args.action == "import":
-        record = import_image(
-            store, args.name, source=args.source, runtime=runtime, force=args.force
-        )
-    else:
-        record = build_image(
-            store, args.name, definition=args.source, runtime=runtime, force=args.force
-        )
+    record = import_image(
+        store, args.name, source=args.source, runtime=probe().runtime, force=args.force
+    )
     print(f"{store.path(record.name)}: {record.num_bytes / 2**20:.0f} MiB, sha256 {record.sha256}")
     return 0
 

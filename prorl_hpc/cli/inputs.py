@@ -2,12 +2,14 @@
 
 import dataclasses
 import difflib
+import importlib.util
 import json
 import os
 import re
 from pathlib import Path
 
 from hpc.errors import UserError
+from prorl_hpc.choices import AgentKind, CurriculumKind
 from prorl_hpc.cli.runs import run_root as runs_root
 from prorl_hpc.recipe import ModelConfig, Recipe, RecipeError
 
@@ -42,7 +44,10 @@ def localise(recipe: Recipe) -> Recipe:
     """The recipe with relative paths made absolute: jobs start in other directories."""
     tasks = {
         name: dataclasses.replace(
-            task, data=_absolute(task.data), validation_data=_absolute(task.validation_data)
+            task,
+            data=_absolute(task.data),
+            validation_data=_absolute(task.validation_data),
+            harness=dataclasses.replace(task.harness, package=_absolute(task.harness.package)),
         )
         for name, task in recipe.tasks.items()
     }
@@ -56,6 +61,7 @@ def localise(recipe: Recipe) -> Recipe:
 
 def check_inputs(recipe: Recipe) -> list[str]:
     """Raises RecipeError for what no job could work with; returns what only a real submit needs."""
+    _check_bandit(recipe)
     notes = _check_model(recipe.model)
     for name, task in recipe.tasks.items():
         check_kind(name, task.kind)
@@ -63,7 +69,29 @@ def check_inputs(recipe: Recipe) -> list[str]:
             path = getattr(task, label)
             if path is not None:
                 _check_data(f"tasks.{name}.{label}", Path(path))
+        package = task.harness.package
+        if task.agent is AgentKind.harness and package is not None and not Path(package).is_dir():
+            raise RecipeError(
+                f"tasks.{name}.harness.package={package!r} isn't a directory; make it with pip "
+                "install --target DIRECTORY (docs/harness.md)"
+            )
     return notes
+
+
+def _check_bandit(recipe: Recipe) -> None:
+    """The buffer's job runs in the environment that submits it."""
+    if recipe.buffer.curriculum is CurriculumKind.bandit and not _installed("vowpalwabbit"):
+        raise RecipeError(
+            "buffer.curriculum=bandit needs the package vowpalwabbit, which isn't installed; pip "
+            "install 'prorl-hpc[bandit]', or choose buffer.curriculum=solve_rate"
+        )
+
+
+def _installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ValueError:  # what a module that was taken away leaves behind
+        return False
 
 
 def check_kind(name: str, kind: str) -> None:

@@ -21,7 +21,7 @@ def run(args: argparse.Namespace) -> int:
     from hpc.files import publish
     from prorl_hpc.observe.report import collect, render_report
 
-    run_ = find_run(args.run)
+    run_ = find_run(args.run, beginning=True)
     check_output(args.output)
     path = args.output or run_.report
     try:

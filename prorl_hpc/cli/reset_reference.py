@@ -5,7 +5,7 @@ import json
 import secrets
 import time
 
-from prorl_hpc.cli.runs import find_run
+from prorl_hpc.cli.runs import check_unfinished, find_run
 
 
 def parser() -> argparse.ArgumentParser:
@@ -21,6 +21,7 @@ def run(args: argparse.Namespace) -> int:
     from hpc.files import publish
 
     run_ = find_run(args.run)
+    check_unfinished(run_, to="reset its reference")
     run_.requests.mkdir(exist_ok=True)
     request = {"format": 1, "id": secrets.token_hex(8), "time": time.time()}
     publish(run_.requests / "reset-reference", data=json.dumps(request).encode() + b"\n")

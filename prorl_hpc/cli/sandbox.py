@@ -3,10 +3,10 @@
 import argparse
 import asyncio
 import sys
-import tempfile
 from pathlib import Path
 
 from hpc.errors import HpcError, UserError
+from hpc.scratch import OwnedDirectory
 
 BACKENDS = ("apptainer", "bubblewrap", "process")
 
@@ -62,8 +62,8 @@ async def _execute(args: argparse.Namespace, image: Path | None, command: list[s
         directory=args.directory,
         accept_missing=accepted,
     )
-    with tempfile.TemporaryDirectory(prefix="prorl-sandbox-") as scratch:
-        factory = EnvironmentFactory(Path(scratch))
+    with OwnedDirectory.make("sandbox") as scratch:
+        factory = EnvironmentFactory(scratch)
         try:
             print(f"isolation: {_words(factory.check(spec).to_json())}", file=sys.stderr)
             async with factory.create(spec) as environment:

@@ -31,16 +31,18 @@ def parser() -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> int:
     import msgspec
 
+    from prorl_hpc.inference.announce import describe, read_all
     from prorl_hpc.observe.buffer_counts import BufferCounts, describe_counts, recorded_counts
     from prorl_hpc.observe.culprit import ending
 
-    run_ = find_run(args.run)
+    run_ = find_run(args.run, beginning=True)
     found = states(run_)
     now = time.time()
     live = buffer_status(run_) if _buffer_runs(found) else None
     counts = recorded_counts(run_, now=now)
     if live is not None:
         counts = BufferCounts(status=live, age_seconds=None)
+    servers = read_all(run_)
     end = ending(run_, found)
     code = EXIT_FAILED if end is not None and end.failed else 0
     if args.json:
@@ -50,6 +52,7 @@ def run(args: argparse.Namespace) -> int:
             if counts is None
             else {**counts.status, "age_seconds": counts.age_seconds},
             "learner": progress(run_),
+            "servers": msgspec.to_builtins(servers),
             "ending": None if end is None else msgspec.to_builtins(end),
         }
         print(json.dumps(data, indent=2))
@@ -59,6 +62,8 @@ def run(args: argparse.Namespace) -> int:
     print(_progress_text(run_))
     if counts is not None:
         print(describe_counts(counts, ago=duration(counts.age_seconds or 0.0)))
+    if any(state.role == "inference" and state.phase is Phase.running for state in found):
+        print(describe(servers))
     if end is not None:
         print(f"\nend: {end.text}")
     return code

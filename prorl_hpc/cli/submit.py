@@ -73,8 +73,8 @@ def compose_recipe(overrides: list[str], *, recipe_dir: Path | None, name: str |
     from prorl_hpc.compose import compose
 
     recipe = compose(overrides, recipe_dir=recipe_dir)
-    check_name(name or recipe.name)
-    return localise(dataclasses.replace(recipe, name=name or recipe.name))
+    chosen = check_name(recipe.name if name is None else name)
+    return localise(dataclasses.replace(recipe, name=chosen))
 
 
 def submit(
@@ -88,8 +88,10 @@ def submit(
     from prorl_hpc.cli.inputs import check_inputs
     from prorl_hpc.planner import adjustments, make_plan
     from prorl_hpc.provenance import provenance
+    from prorl_hpc.relations import check_trainable
     from prorl_hpc.tasks.registry import make_tasks
 
+    check_trainable(recipe)
     site = site_of(recipe)
     run_ = Run(Path(recipe.run_root) / recipe.name)
     plan = make_plan(recipe, site, run_directory=run_.root)
@@ -148,9 +150,16 @@ def describe(plan: Plan, site: Site) -> str:
 
 def _launch(run_: Run) -> str:
     from hpc.prepare import load
+    from hpc.status import states
     from hpc.submit import launch
+    from prorl_hpc.observe.culprit import ending
 
     before = was_started(run_)
     plan, site = load(run_)
     launch(run_.root, plan, site)
-    return f"run {run_.name} is {'already started' if before else 'started'}"
+    if not before:
+        return f"run {run_.name} is started"
+    end = ending(run_, states(run_))
+    if end is None:
+        return f"run {run_.name} is already started"
+    return f"run {run_.name} was started before and isn't running: {end.text}"

@@ -38,7 +38,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    return follow(find_run(args.run), from_now=args.from_now)
+    return follow(find_run(args.run, beginning=True), from_now=args.from_now)
 
 
 def follow(run_: Run, *, quiet: bool = False, from_now: bool = False) -> int:

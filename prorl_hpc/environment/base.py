@@ -133,6 +133,9 @@ class EnvironmentSpec:
     """Working directory of the first command; made when missing."""
     variables: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     """Exported in the shell; they travel through a pipe, never through argv."""
+    prologue: str = ""
+    """Run in every new shell, after `variables` and in `directory`: what the image's own login
+    would do. Must succeed."""
     binds: tuple[tuple[Path, str], ...] = ()
     """(host path, path inside), all read-only."""
     writable: tuple[str, ...] = ()

@@ -20,6 +20,7 @@ import termios
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from hpc.cgroups import enter_script
 from prorl_hpc.environment.base import Limits, SandboxStartError
 from prorl_hpc.environment.processes import PID_FILE
 
@@ -131,15 +132,18 @@ class Channel:
 
     @classmethod
     def spawn(
-        cls, argv: Sequence[str], *, environment: Mapping[str, str], scratch: Path
-    ) -> "Channel":
-        """Starts `argv` in a session of its own; its id is on disk before it runs.
+        cls, argv: Sequence[str], *, environment: Mapping[str, str], scratch: Path,
+        groups: Sequence[Path] = (),
+    ) -> "Channel":  # fmt: skip
+        """Starts `argv` in a session of its own, inside the control groups; its id is on disk
+        before it runs.
 
         Raises SandboxStartError when the program can't be started.
         """
+        script = f'echo $$ >"$0" || exit 125; {enter_script()}'
         try:
             process = subprocess.Popen(
-                ["/bin/sh", "-c", 'echo $$ >"$0" && exec "$@"', str(scratch / PID_FILE), *argv],
+                ["/bin/sh", "-c", script, str(scratch / PID_FILE), *map(str, groups), "--", *argv],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                 env=dict(environment), cwd=scratch, start_new_session=True,
             )  # fmt: skip

@@ -3,13 +3,13 @@
 Knows what environments of one node share; knows nothing of what runs in them.
 """
 
-import asyncio
 from pathlib import Path
 
 from hpc.container import Features, resolve
 from hpc.container_probe import probe
 from hpc.isolation import Isolation
 from prorl_hpc.environment.base import EnvironmentSpec
+from prorl_hpc.environment.gate import StartGate
 from prorl_hpc.environment.scratch import WorkerScratch
 from prorl_hpc.environment.shell import ShellEnvironment
 from prorl_hpc.environment.tree import SharedSnapshot
@@ -24,12 +24,13 @@ class EnvironmentFactory:
     ) -> None:  # fmt: skip
         """Cleans what dead workers left under `scratch_root` (node-local disk) and claims a part.
 
-        Raises SandboxStartError when the place can't be used.
+        Workers with the same root share its `max_concurrent_starts`. Raises SandboxStartError when
+        the place can't be used.
         """
         self._features = features
         self._worker = WorkerScratch(scratch_root)
         self._snapshot = SharedSnapshot()
-        self._gate = asyncio.Semaphore(max_concurrent_starts)
+        self._gate = StartGate(scratch_root, num_places=max_concurrent_starts)
 
     @property
     def features(self) -> Features:

@@ -6,8 +6,10 @@ Knows the backends' differences (mounts, paths, copies), and nothing of commands
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
+from hpc.cgroups import group_paths, make_group, scope_argv
 from hpc.container import (
     Features,
     Launch,
@@ -17,12 +19,15 @@ from hpc.container import (
     resolve,
 )
 from hpc.isolation import Feature, Isolation
-from prorl_hpc.environment.base import Backend, EnvironmentSpec, SandboxStartError
-from prorl_hpc.environment.channel import shell_argv
-from prorl_hpc.environment.processes import TOKEN_VARIABLE
+from prorl_hpc.environment.base import Backend, EnvironmentSpec, Limits, SandboxStartError
+from prorl_hpc.environment.channel import THREAD_ALLOWANCE, shell_argv
+from prorl_hpc.environment.processes import GROUPS_FILE, TOKEN_VARIABLE
 from prorl_hpc.environment.scratch import Scratch
 
 INBOX, OUTBOX = "/.prorl/in", "/.prorl/out"
+BUS_VARIABLES = ("XDG_RUNTIME_DIR", "DBUS_SESSION_BUS_ADDRESS")
+"""What systemd-run itself needs; the sandboxes clear their environment."""
+
 HOME = "/tmp/home"  # noqa: S108 - inside the sandbox
 
 
@@ -37,6 +42,8 @@ class Prepared:
     """As the shell names it."""
     outbox: str
     home: str
+    groups: tuple[Path, ...] = ()
+    """Control groups that hold the whole sandbox; made here, removed with its processes."""
 
 
 def prepare(spec: EnvironmentSpec, *, features: Features, scratch: Scratch) -> Prepared:
@@ -48,9 +55,47 @@ def prepare(spec: EnvironmentSpec, *, features: Features, scratch: Scratch) -> P
         features, backend=spec.backend.value, accept_missing=spec.accept_missing
     )
     command = shell_argv(
-        spec.limits, own_process_count=isolation.process_limit == "rlimit+watchdog"
+        spec.limits, own_process_count="rlimit" in isolation.process_limit.split("+")
     )
     environment = host_environment(scratch.path, base=os.environ)
+    prepared = _prepare(
+        spec, features=features, have=have, isolation=isolation, scratch=scratch, command=command,
+        environment=environment,
+    )  # fmt: skip
+    return _limited(prepared, spec.limits, features=features, scratch=scratch)
+
+
+def _limited(
+    prepared: Prepared, limits: Limits, *, features: Features, scratch: Scratch
+) -> Prepared:
+    """The same, in a control group or a scope, where the machine gives one."""
+    processes = limits.num_processes + THREAD_ALLOWANCE
+    if features.groups is not None:
+        groups = group_paths(features.groups, f"prorl-{scratch.token}")
+        try:
+            # before they are there: whoever cleans up must know of them
+            (scratch.path / GROUPS_FILE).write_text("".join(f"{group}\n" for group in groups))
+            make_group(
+                features.groups, groups, memory_bytes=limits.memory_bytes, num_processes=processes
+            )
+        except OSError as err:
+            raise SandboxStartError(f"control group {groups[0]} can't be made: {err}") from err
+        return replace(prepared, groups=groups)
+    if features.scope_runner is not None:
+        prefix = scope_argv(
+            features.scope_runner, memory_bytes=limits.memory_bytes, num_processes=processes
+        )
+        bus = {name: os.environ[name] for name in BUS_VARIABLES if name in os.environ}
+        return replace(
+            prepared, argv=[*prefix, *prepared.argv], environment={**prepared.environment, **bus}
+        )
+    return prepared
+
+
+def _prepare(
+    spec: EnvironmentSpec, *, features: Features, have: frozenset[Feature], isolation: Isolation,
+    scratch: Scratch, command: list[str], environment: dict[str, str],
+) -> Prepared:  # fmt: skip
     if spec.backend is Backend.process:
         home = scratch.layer / "home"
         home.mkdir()
@@ -73,7 +118,9 @@ def prepare(spec: EnvironmentSpec, *, features: Features, scratch: Scratch) -> P
     )  # fmt: skip
     if spec.backend is Backend.apptainer:
         assert features.runtime is not None  # resolve refused otherwise
-        argv = container_argv(features.runtime, launch, features=have)
+        if Feature.overlay not in have and not features.tmpfs_layer:
+            _lay_out(launch, overlay=False)
+        argv = container_argv(features.runtime, launch, features=have, tmpfs=features.tmpfs_layer)
     else:
         assert features.bubblewrap is not None
         _lay_out(launch, overlay=Feature.overlay in have)
@@ -85,12 +132,12 @@ def prepare(spec: EnvironmentSpec, *, features: Features, scratch: Scratch) -> P
 
 
 def _lay_out(launch: Launch, *, overlay: bool) -> None:
-    """Makes what bubblewrap binds: overlay directories, or copies of the image's own."""
+    """Makes what is bound: overlay directories, or copies of the image's own."""
     try:
         if launch.image is not None and not launch.image.is_dir():
             raise SandboxStartError(
-                f"image {launch.image} is a file; bubblewrap needs an unpacked directory "
-                f"(apptainer build --sandbox DIRECTORY {launch.image})"
+                f"image {launch.image} is a file; this sandbox needs an unpacked directory "
+                f"(prorl-hpc images unpack, or apptainer build --sandbox DIRECTORY {launch.image})"
             )
         if overlay and launch.image is not None:
             for name in ("upper", "work"):

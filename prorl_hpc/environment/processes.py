@@ -29,6 +29,9 @@ PID_FILE = "pid"
 """Written inside the scratch by the sandbox's first process about itself, before it becomes the
 runtime: no moment exists at which it runs and isn't known."""
 
+GROUPS_FILE = "groups"
+"""Inside the scratch: the sandbox's control groups, one directory a line."""
+
 
 @dataclass(frozen=True)
 class ProcessInfo:
@@ -173,12 +176,42 @@ def is_helper(pid: int) -> bool:
 def sandbox_members(scratch: Path, *, token: str) -> list[int]:
     """Every live process of one sandbox: runtime, helpers and payload."""
     table = snapshot()
-    roots = [*session_members(scratch, table), *holders_of(token)]
+    roots = [*session_members(scratch, table), *holders_of(token), *group_members(scratch)]
     # a payload that is found by its token alone hangs below its namespace's process 1
     for pid in namespace_inits(ancestors(roots, table)):
         roots.append(pid)
     pids = descendants(roots, table)
     return [pid for pid in pids if table[pid].alive and pid != os.getpid()]
+
+
+def groups_of(scratch: Path) -> list[Path]:
+    """The control groups of a sandbox; empty where it has none."""
+    try:
+        return [Path(line) for line in (scratch / GROUPS_FILE).read_text().splitlines()]
+    except OSError:
+        return []
+
+
+def group_members(scratch: Path) -> list[int]:
+    """Processes in the sandbox's control groups, whatever they did to their names and parents."""
+    found: dict[int, None] = {}
+    for group in groups_of(scratch):
+        with contextlib.suppress(OSError, ValueError):
+            found |= dict.fromkeys(map(int, (group / "cgroup.procs").read_text().split()))
+    return [pid for pid in found if pid > 0]
+
+
+def remove_groups(scratch: Path, *, deadline_seconds: float = 5.0) -> None:
+    """Removes the empty control groups; what was killed leaves them a moment later."""
+    end = time.monotonic() + deadline_seconds
+    for group in groups_of(scratch):
+        while group.is_dir():
+            with contextlib.suppress(OSError):
+                group.rmdir()
+                break
+            if time.monotonic() > end:
+                break
+            time.sleep(0.01)
 
 
 def ancestors(pids: Iterable[int], table: dict[int, ProcessInfo]) -> list[int]:
@@ -208,8 +241,14 @@ def end_sandbox(scratch: Path, *, token: str, grace_seconds: float = 5.0) -> boo
     return kill_all(members, deadline_seconds=grace_seconds)
 
 
+def remove_scratch(path: Path) -> None:
+    """Removes what an ended sandbox leaves: its control groups, then its directory."""
+    remove_groups(path)
+    remove_tree(path)
+
+
 def remove_tree(path: Path) -> None:
-    """Removes a scratch directory, also one with directories that the agent made unreadable."""
+    """Removes a directory, also one with directories that the agent made unreadable."""
 
     def unlock(_function: object, failed: str, _error: object) -> None:
         parent = Path(failed).parent
@@ -248,7 +287,7 @@ def reap(descriptor: int, worker: int) -> None:
             break
     for token, scratch in opened.items():
         end_sandbox(Path(scratch), token=token)
-        remove_tree(Path(scratch))
+        remove_scratch(Path(scratch))
 
 
 def main(arguments: list[str]) -> int:

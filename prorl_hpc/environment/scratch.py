@@ -87,7 +87,7 @@ class WorkerScratch:
 
     def release(self, scratch: Scratch) -> None:
         """Removes the directories of an environment that has ended."""
-        processes.remove_tree(scratch.path)
+        processes.remove_scratch(scratch.path)
         self._tell(f"close {scratch.token}")
 
     def close(self) -> None:
@@ -152,6 +152,7 @@ def clean_leftovers(root: Path) -> list[str]:
             for entry in directory.iterdir():
                 if entry.is_dir() and not entry.is_symlink():
                     processes.end_sandbox(entry, token=entry.name)
+                    processes.remove_groups(entry)
             processes.remove_tree(directory)
             cleaned.append(directory.name)
     return cleaned

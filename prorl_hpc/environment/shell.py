@@ -12,7 +12,6 @@ agents, tasks or scores.
 import asyncio
 import contextlib
 import secrets
-import shlex
 import time
 from dataclasses import dataclass
 from typing import Self
@@ -30,9 +29,12 @@ from prorl_hpc.environment.base import (
     Stop,
 )
 from prorl_hpc.environment.channel import CappedOutput, Channel
+from prorl_hpc.environment.gate import StartGate
 from prorl_hpc.environment.launch import Prepared, prepare
+from prorl_hpc.environment.meter import Meter
+from prorl_hpc.environment.prologue import setup_script, what_setup_does
 from prorl_hpc.environment.scratch import Scratch, WorkerScratch
-from prorl_hpc.environment.tree import SandboxTree, SharedSnapshot, resident_bytes
+from prorl_hpc.environment.tree import SandboxTree, SharedSnapshot
 
 TIMEOUT_CODE = 124
 KILLED_CODE = 137
@@ -56,7 +58,7 @@ class ShellEnvironment:
 
     def __init__(
         self, spec: EnvironmentSpec, *, features: Features, worker: WorkerScratch,
-        snapshot: SharedSnapshot, gate: asyncio.Semaphore,
+        snapshot: SharedSnapshot, gate: StartGate,
     ) -> None:  # fmt: skip
         self.spec = spec
         self._features, self._worker, self._snapshot = features, worker, snapshot
@@ -69,11 +71,11 @@ class ShellEnvironment:
         self._prepared: Prepared | None = None
         self._channel: Channel | None = None
         self._tree: SandboxTree | None = None
+        self._meter: Meter | None = None
         self._watch: asyncio.Task[None] | None = None
         self._reason: EndReason | None = None
         self._stop: Stop | None = None
         self._num_killed = 0
-        self._num_disk_stops = 0
         self._busy = False
         self._unsettled: str | None = None
         self._started = self._last_used = time.monotonic()
@@ -98,7 +100,7 @@ class ShellEnvironment:
         """Starts the sandbox and its shell, behind the node's start gate."""
         if self._scratch is not None:
             raise SandboxError("start() was called twice on one environment")
-        async with self._gate:
+        async with self._gate.start(self.spec.image):
             try:
                 self._scratch = await asyncio.to_thread(self._worker.open)
                 self._prepared = await asyncio.to_thread(
@@ -108,14 +110,19 @@ class ShellEnvironment:
             except BaseException:
                 await self.close()
                 raise
+        self._meter = Meter(
+            self._scratch.path, limits=self.spec.limits, groups=self._prepared.groups,
+            snapshot=self._snapshot,
+        )  # fmt: skip
         self._started = self._last_used = time.monotonic()
         self._watch = asyncio.create_task(self._watch_limits())
 
     async def _spawn(self) -> None:
         assert self._prepared and self._scratch
         self._channel = Channel.spawn(
-            self._prepared.argv, environment=self._prepared.environment, scratch=self._scratch.path
-        )
+            self._prepared.argv, environment=self._prepared.environment,
+            scratch=self._scratch.path, groups=self._prepared.groups,
+        )  # fmt: skip
         self._tree = SandboxTree(scratch=self._scratch, root=self._channel.process.pid)
         await self._greet(self.spec.limits.start_seconds)
 
@@ -138,25 +145,12 @@ class ShellEnvironment:
         if not await asyncio.to_thread(tree.adopt_inner, int(line.split()[1])):
             raise SandboxStartError("the shell was gone before it could be used")
         sink = CappedOutput(4096)
-        done = await self._exchange(self._setup().encode(), end - time.monotonic(), sink)
+        assert self._prepared
+        script = setup_script(self.spec, home=self._prepared.home)
+        done = await self._exchange(script.encode(), end - time.monotonic(), sink)
         if done is None or done.kind != "status" or done.code != 0:
             said = sink.value().decode(errors="replace").strip() or channel.diagnostics
-            raise SandboxStartError(f"directory={self.spec.directory!r} can't be entered: {said}")
-
-    def _setup(self) -> str:
-        assert self._prepared
-        home = self._prepared.home
-        variables = {
-            "HOME": home, "LANG": "C.UTF-8", "TERM": "dumb", "PAGER": "cat", "GIT_PAGER": "cat",
-        } | dict(self.spec.variables)  # fmt: skip
-        lines = ["unset ${!APPTAINER*} ${!SINGULARITY*} PROMPT_COMMAND LD_LIBRARY_PATH"]
-        for name, value in variables.items():
-            if not name.isidentifier() or "\0" in value:
-                raise SandboxStartError(f"variables[{name!r}] can't be exported by a shell")
-            lines.append(f"export {name}={shlex.quote(value)}")
-        directory = shlex.quote(self.spec.directory)
-        lines.append(f"mkdir -p -- {shlex.quote(home)} {directory} && cd -- {directory}")
-        return "\n".join(lines)
+            raise SandboxStartError(f"{what_setup_does(self.spec)} failed: {said}")
 
     async def close(self) -> None:
         """Ends every process and removes the scratch."""
@@ -196,6 +190,8 @@ class ShellEnvironment:
             async with self._killing:
                 self._require_alive()
             await self._settle()
+            assert self._meter
+            self._meter.oom_killed()  # what was killed between commands isn't this one's doing
             sink = CappedOutput(output_bytes)
             began = time.monotonic()
             self._busy = True
@@ -210,6 +206,8 @@ class ShellEnvironment:
                 self._busy = False
                 self._last_used = time.monotonic()
             stopped, self._stop = self._stop, None
+            if stopped is None and done.code != 0 and self._meter.oom_killed():
+                stopped = Stop.memory
             code = KILLED_CODE if stopped else done.code
             return CommandResult(
                 output=sink.value(),
@@ -316,8 +314,7 @@ class ShellEnvironment:
     # --- limits ----------------------------------------------------------------------------
 
     async def _watch_limits(self) -> None:
-        assert self._scratch
-        disk = watchdog.DiskMeter(self._scratch.path)
+        assert self._meter
         limits = self.spec.limits
         while self._reason is None:
             await asyncio.sleep(WATCH_SECONDS)
@@ -334,22 +331,11 @@ class ShellEnvironment:
             tree = self._tree
             if tree is None or not tree.inner:
                 continue
-            usage = await asyncio.to_thread(self._measure, tree, disk, now)
-            stop = watchdog.judge(usage, limits=limits, num_disk_stops=self._num_disk_stops)
+            stop = await asyncio.to_thread(self._meter.judge, tree, now=now, busy=self._busy)
             if stop is not None:
                 self._stop = self._stop or stop
-                self._num_disk_stops += stop is Stop.disk
                 async with self._killing:
                     await asyncio.to_thread(tree.stop, limits.memory_bytes)
-
-    def _measure(self, tree: SandboxTree, disk: watchdog.DiskMeter, now: float) -> watchdog.Usage:
-        table = self._snapshot.get()
-        pids = tree.payload(table)
-        used, free = disk.read(now)
-        return watchdog.Usage(
-            resident_bytes=resident_bytes(table, pids), num_processes=len(pids),
-            disk_bytes=used, free_bytes=free,
-        )  # fmt: skip
 
     # --- files -----------------------------------------------------------------------------
 

@@ -12,8 +12,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from prorl_hpc.choices import EnvironmentKind
 from prorl_hpc.evaluation.estimators import Interval, bootstrap_interval, pass_at_k
-from prorl_hpc.recipe import EnvironmentKind, Recipe
+from prorl_hpc.recipe import Recipe
 from prorl_hpc.records import Kind, Lease, Trajectory
 from prorl_hpc.run import Run
 

@@ -7,7 +7,6 @@ is a value among the results: the others are unaffected.
 import asyncio
 import dataclasses
 import json
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 
 from hpc.fanout import Done, Failed, Result, fan_out
 from hpc.plan import Resources
+from hpc.scratch import OwnedDirectory
 from hpc.site import Backend, Site
 from prorl_hpc.evaluation.evaluate import Evaluation, as_data, evaluate
 from prorl_hpc.recipe import Recipe
@@ -49,7 +49,7 @@ class VersionResult:
 
 def evaluate_version(job: VersionJob) -> Evaluation:
     """Runs inside a job of the array."""
-    with tempfile.TemporaryDirectory(prefix="prorl-eval-") as scratch:
+    with OwnedDirectory.make("eval") as scratch:
         return asyncio.run(
             evaluate(
                 job.recipe,
@@ -57,7 +57,7 @@ def evaluate_version(job: VersionJob) -> Evaluation:
                 target=job.target,
                 num_samples=job.num_samples,
                 ks=job.ks,
-                scratch=Path(scratch),
+                scratch=scratch,
             )
         )
 

@@ -41,17 +41,23 @@ class Ticket:
 class _Load:
     work: float = 0.0
     num_requests: int = 0
+    num_foreign: int = 0
     window: float = FIRST_WINDOW
     draining: bool = False
     tickets: set[Ticket] = field(default_factory=set)
+
+    def expected(self, per_request: float) -> float:
+        """Work in flight, with that of other clients at the mean length."""
+        return self.work + self.num_foreign * per_request
 
 
 class Balancer:
     """Least expected work in flight, over the servers that are well."""
 
-    def __init__(self, *, expected_tokens: float = 256.0) -> None:
+    def __init__(self, *, expected_tokens: float = 256.0, first_window: int = FIRST_WINDOW) -> None:
         """`expected_tokens` stands for the length of a completion until some were seen."""
         self._expected = expected_tokens
+        self._first_window = first_window
         self._loads: dict[str, _Load] = {}
         self._places: OrderedDict[str, str] = OrderedDict()
 
@@ -74,13 +80,19 @@ class Balancer:
         """Adds a server, or takes a drained one back; it starts with a small window."""
         load = self._loads.setdefault(server, _Load())
         load.draining = False
-        load.window = FIRST_WINDOW
+        load.window = self._first_window
 
     def drain(self, server: str) -> None:
         """Gives it nothing more; what it has may end."""
         load = self._loads.get(server)
         if load is not None:
             load.draining = True
+
+    def observe(self, server: str, *, num_requests: int) -> None:
+        """A server said how many requests it has, those of other clients included."""
+        load = self._loads.get(server)
+        if load is not None:
+            load.num_foreign = max(0, num_requests - load.num_requests)
 
     def leave(self, server: str) -> None:
         """Forgets a server and the conversations that were on it."""
@@ -100,12 +112,13 @@ class Balancer:
         if not well:
             return None
         open_ = {n: load for n, load in well.items() if load.num_requests < int(load.window)}
-        idlest = min((open_ or well).items(), key=lambda item: (item[1].work, item[0]))[0]
+        work_of = {name: load.expected(self._expected) for name, load in well.items()}
+        idlest = min(open_ or well, key=lambda name: (work_of[name], name))
         home = self._places.get(affinity) if affinity else None
         chosen = idlest
         if home in well:
             slack = AFFINITY_SLACK * self._expected
-            if well[home].work <= well[idlest].work + slack:
+            if work_of[home] <= work_of[idlest] + slack:
                 chosen = home
         work = self._expected + (0.0 if chosen == home else PROMPT_WEIGHT * num_prompt_tokens)
         if affinity:

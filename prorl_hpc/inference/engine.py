@@ -1,6 +1,7 @@
 """Token-in/token-out interface of every inference engine. Knows no text, task or file layout."""
 
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Awaitable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -24,6 +25,9 @@ class Sampling:
     top_k: int = 0
     """0: off. Training refuses top_p < 1 and top_k > 0."""
     seed: int | None = None
+    policy_version: int | None = None
+    """Version that must make the tokens; None: any. Where the caller holds the engine at a version
+    itself (`rollout.versions`), the engine need not look at it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,6 +40,17 @@ class Completion:
     """Policy version that made each token."""
     finish_reason: str
     """`stop`, `length` or `abort`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chunk:
+    """The next tokens of a stream; all three sequences have the same length, 0 in a bare end."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    finish_reason: str | None = None
+    """Set in the last chunk alone: `stop`, `length` or `abort`."""
 
 
 class Engine(Protocol):
@@ -52,6 +67,15 @@ class Engine(Protocol):
         Raises EngineError when the engine fails; cancelling the awaiting task cancels the request.
         """
 
+    def stream(
+        self, prompt_ids: tuple[int, ...], *, sampling: Sampling, affinity: str = ""
+    ) -> AsyncGenerator[Chunk, None]:
+        """The same as chunks, as they come; the last one has a finish reason.
+
+        Closing the generator early (`contextlib.aclosing`) cancels the request. Raises EngineError,
+        also when a stream turns out at its end to have stamped a token with the wrong version.
+        """
+
     async def load(self, version: int, *, path: Path) -> None:
         """Moves to a published policy version without dropping what is in flight."""
 
@@ -61,3 +85,34 @@ class Engine(Protocol):
 
     async def close(self) -> None:
         """Frees everything."""
+
+
+async def as_one_chunk(completion: Awaitable[Completion]) -> AsyncGenerator[Chunk, None]:
+    """The stream of an engine that has only whole answers."""
+    done = await completion
+    yield Chunk(
+        token_ids=done.token_ids,
+        logprobs=done.logprobs,
+        versions=done.versions,
+        finish_reason=done.finish_reason,
+    )
+
+
+def finish_of(token_ids: tuple[int, ...] | list[int], sampling: Sampling) -> str | None:
+    """Why these tokens are a whole answer; None while they are not."""
+    if token_ids and token_ids[-1] in sampling.stop_token_ids:
+        return "stop"
+    return "length" if len(token_ids) >= sampling.max_new_tokens else None
+
+
+def continued(sampling: Sampling, *, num_made: int) -> Sampling:
+    """What is left to ask for when `num_made` tokens are there already.
+
+    The seed moves along: with the old one the first tokens' random numbers would come again.
+    """
+    if not num_made:
+        return sampling
+    seed = sampling.seed
+    if seed is not None:
+        seed = (seed + num_made * 0x9E3779B97F4A7C15) % 2**63
+    return replace(sampling, max_new_tokens=sampling.max_new_tokens - num_made, seed=seed)

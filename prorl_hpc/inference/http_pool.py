@@ -1,6 +1,7 @@
 """Several inference servers behind one engine: balance, retry, drain, follow versions.
 
     generate --> balancer --> server A | server B | ...     lost servers: try elsewhere, drained
+    stream   --> the same; what has come already stays, another server continues after it
     load     --> all servers at once; one that fails is dropped and replaced, never left behind
 
 Servers may join and leave at any time. Knows no process: a supervisor starts servers, calls
@@ -10,13 +11,23 @@ Servers may join and leave at any time. Knows no process: a supervisor starts se
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
 from pathlib import Path
+from typing import Any
 
-from prorl_hpc.inference.balancer import Balancer, Ticket
-from prorl_hpc.inference.engine import Completion, EngineError, Sampling
+from prorl_hpc.inference.balancer import FIRST_WINDOW, Balancer, Ticket
+from prorl_hpc.inference.engine import (
+    Chunk,
+    Completion,
+    EngineError,
+    Sampling,
+    as_one_chunk,
+    continued,
+    finish_of,
+)
 from prorl_hpc.inference.http import ServerGone
-from prorl_hpc.inference.server import Server, check_version
+from prorl_hpc.inference.server import Server, StreamingServer, check_version
 
 log = logging.getLogger("prorl_hpc.inference")
 
@@ -41,19 +52,23 @@ class HttpPool:
         health_every_seconds: float = HEALTH_EVERY_SECONDS,
         lost: Callable[[Server], None] = lambda _: None,
         expected_tokens: float = 256.0,
+        first_window: int = FIRST_WINDOW,
     ) -> None:
         """`path` holds `version`. Requests wait `patience_seconds` for a server when none is well;
         `lost` hears of each server that must be replaced."""
         self._first = tuple(servers)
         self._version = version
         self._path = path
+        self._digest = ""
+        """Of the manifest of `version`, once a load has checked it."""
         self._patience_seconds = patience_seconds
         self._health_every_seconds = health_every_seconds
         self._lost = lost
-        self._balancer = Balancer(expected_tokens=expected_tokens)
+        self._balancer = Balancer(expected_tokens=expected_tokens, first_window=first_window)
         self._servers: dict[str, Server] = {}
-        self._running: defaultdict[str, set[asyncio.Task[Completion]]] = defaultdict(set)
+        self._running: defaultdict[str, set[asyncio.Future[Any]]] = defaultdict(set)
         self._missed: defaultdict[str, int] = defaultdict(int)
+        self._retired: set[str] = set()
         self._changed = asyncio.Condition()
         self._loading = asyncio.Lock()
         self._closed = False
@@ -84,12 +99,17 @@ class HttpPool:
             await self.join(server)
         self._spawn(self._watch_forever())
 
-    async def join(self, server: Server) -> None:
-        """Takes a server in, moved to the pool's version first. Raises EngineError."""
+    async def join(self, server: Server, *, digest: str = "") -> None:
+        """Takes a server in, moved to the pool's version first. Raises EngineError.
+
+        `digest`: of the manifest that it was started from, where that is known. The same number
+        with another digest was published again meanwhile, and is loaded too.
+        """
         async with self._loading:
             if self._closed:
                 raise EngineError("the engine is closed")
-            if server.version != self._version and self._path is not None:
+            same = server.version == self._version and digest in ("", self._digest or digest)
+            if not same and self._path is not None:
                 await server.load(self._version, path=self._path)
             async with self._changed:
                 self._servers[server.address] = server
@@ -101,6 +121,17 @@ class HttpPool:
         server = self._servers.get(address)
         if server is not None:
             self._drop(server)
+
+    def retire(self, address: str) -> None:
+        """Gives a server nothing more; it is dropped once what it works on has ended."""
+        if address in self._servers:
+            self._balancer.drain(address)
+            self._retired.add(address)
+            self._drop_retired(address)
+
+    def observe(self, address: str, *, num_requests: int) -> None:
+        """A server that others use too said how many requests it has."""
+        self._balancer.observe(address, num_requests=num_requests)
 
     async def generate(
         self, prompt_ids: tuple[int, ...], *, sampling: Sampling, affinity: str = ""
@@ -121,6 +152,42 @@ class HttpPool:
             finally:
                 num_tokens = len(completion.token_ids) if completion else None
                 self._balancer.done(ticket, num_tokens=num_tokens)
+                self._drop_retired(ticket.server)
+        raise EngineError(
+            f"a request failed on {MAX_ATTEMPTS} servers; the last: {list(failed.values())[-1]}"
+        )
+
+    async def stream(
+        self, prompt_ids: tuple[int, ...], *, sampling: Sampling, affinity: str = ""
+    ) -> AsyncGenerator[Chunk, None]:
+        """The same token by token; raises as `generate` does."""
+        failed: dict[str, str] = {}
+        made: list[int] = []
+        for attempt in range(MAX_ATTEMPTS):
+            known = (*prompt_ids, *made)
+            ticket = await self._place(affinity, len(known), failed)
+            self.num_retries += attempt > 0
+            server = self._servers[ticket.server]
+            ended = False
+            try:
+                rest = continued(sampling, num_made=len(made))
+                async with aclosing(self._pump(server, known, rest)) as chunks:
+                    async for chunk in chunks:
+                        made += chunk.token_ids
+                        ended = chunk.finish_reason is not None
+                        yield chunk
+                if ended:
+                    return
+            except ServerGone as err:
+                failed[server.address] = str(err)
+                await self._doubt(server, str(err))
+            finally:
+                self._balancer.done(ticket, num_tokens=len(made) if ended else None)
+                self._drop_retired(ticket.server)
+            if reason := finish_of(made, sampling):
+                # Only the word that it was over got lost.
+                yield Chunk(token_ids=(), logprobs=(), versions=(), finish_reason=reason)
+                return
         raise EngineError(
             f"a request failed on {MAX_ATTEMPTS} servers; the last: {list(failed.values())[-1]}"
         )
@@ -132,13 +199,13 @@ class HttpPool:
         it was when the directory isn't what it says, and when no server could follow.
         """
         async with self._loading:
-            await asyncio.to_thread(check_version, path, version)
+            manifest = await asyncio.to_thread(check_version, path, version)
             servers = list(self._servers.values())
             results = await asyncio.gather(
                 *(server.load(version, path=path) for server in servers), return_exceptions=True
             )
             # Set even where every server failed: their successors start with the new version.
-            self._version, self._path = version, path
+            self._version, self._path, self._digest = version, path, manifest.digest
             for server, result in zip(servers, results, strict=True):
                 if isinstance(result, BaseException):
                     self._lose(server, str(result))
@@ -178,6 +245,34 @@ class HttpPool:
             raise ServerGone(f"{server.address} gave up a request")
         return completion
 
+    async def _pump(
+        self, server: Server, prompt_ids: tuple[int, ...], sampling: Sampling
+    ) -> AsyncGenerator[Chunk, None]:
+        """One server's stream, read by a task that ends with the server."""
+        chunks: asyncio.Queue[Chunk | None] = asyncio.Queue()
+
+        async def read() -> None:
+            async with aclosing(_stream(server, prompt_ids, sampling)) as stream:
+                async for chunk in stream:
+                    if chunk.finish_reason == "abort":
+                        raise ServerGone(f"{server.address} gave up a request")
+                    chunks.put_nowait(chunk)
+
+        running = self._running[server.address]
+        task = asyncio.get_running_loop().create_task(read())
+        running.add(task)
+        task.add_done_callback(lambda _: chunks.put_nowait(None))
+        try:
+            while (chunk := await chunks.get()) is not None:
+                yield chunk
+            if task.cancelled():
+                raise ServerGone(f"{server.address} was given up")
+            task.result()
+        finally:
+            running.discard(task)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
     async def _place(self, affinity: str, num_prompt_tokens: int, failed: dict[str, str]) -> Ticket:
         """A place on some server; waits for one while none is well."""
         try:
@@ -213,9 +308,16 @@ class HttpPool:
             self._drop(server)
             self._lost(server)
 
+    def _drop_retired(self, address: str) -> None:
+        server = self._servers.get(address)
+        idle = self._balancer.in_flight(address) == 0
+        if server is not None and address in self._retired and idle:
+            self._drop(server)
+
     def _drop(self, server: Server) -> None:
         address = server.address
         self._servers.pop(address, None)
+        self._retired.discard(address)
         self._missed.pop(address, None)
         self._balancer.leave(address)
         for task in self._running.pop(address, set()):
@@ -240,7 +342,9 @@ class HttpPool:
             if self._missed[address] >= MAX_MISSED_CHECKS:
                 self._lose(server, str(err))
             return
-        if self._servers.get(address) is server and self._missed.pop(address, 0):
+        if self._servers.get(address) is not server or address in self._retired:
+            return
+        if self._missed.pop(address, 0):
             async with self._changed:
                 self._balancer.join(address)
                 self._changed.notify_all()
@@ -249,3 +353,11 @@ class HttpPool:
         task = asyncio.get_running_loop().create_task(work, name=name)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
+
+
+def _stream(
+    server: Server, prompt_ids: tuple[int, ...], sampling: Sampling
+) -> AsyncGenerator[Chunk, None]:
+    if isinstance(server, StreamingServer):
+        return server.stream(prompt_ids, sampling=sampling)
+    return as_one_chunk(server.generate(prompt_ids, sampling=sampling))

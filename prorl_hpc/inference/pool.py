@@ -4,8 +4,9 @@ from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
+from prorl_hpc.choices import EngineKind
 from prorl_hpc.inference.engine import Engine
-from prorl_hpc.recipe import EngineKind, Recipe, RecipeError
+from prorl_hpc.recipe import Recipe, RecipeError
 
 Factory = Callable[..., Engine]
 """(recipe, *, path, version) -> an engine that isn't started yet."""
@@ -13,6 +14,8 @@ Factory = Callable[..., Engine]
 FACTORIES: dict[EngineKind, str] = {
     EngineKind.transformers: "prorl_hpc.inference.pool:make_transformers",
     EngineKind.vllm: "prorl_hpc.inference.vllm_engine:make_vllm",
+    EngineKind.sglang: "prorl_hpc.inference.sglang_engine:make_sglang",
+    EngineKind.openai: "prorl_hpc.inference.openai_engine:make_openai",
 }
 """`module:function` of each kind that this version can serve."""
 

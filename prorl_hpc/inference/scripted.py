@@ -1,10 +1,10 @@
 """An engine that replays given texts: for replay policies and tests. Knows no model."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from prorl_hpc.inference.engine import Completion, EngineError, Sampling
+from prorl_hpc.inference.engine import Chunk, Completion, EngineError, Sampling, as_one_chunk
 
 Answer = Callable[[tuple[int, ...], str], str]
 """(prompt ids, affinity) -> the text to answer."""
@@ -45,6 +45,11 @@ class ScriptedEngine:
             versions=(self._version,) * len(cut),
             finish_reason="stop" if len(cut) == len(ids) else "length",
         )
+
+    def stream(
+        self, prompt_ids: tuple[int, ...], *, sampling: Sampling, affinity: str = ""
+    ) -> AsyncGenerator[Chunk, None]:
+        return as_one_chunk(self.generate(prompt_ids, sampling=sampling, affinity=affinity))
 
     async def load(self, version: int, *, path: Path) -> None:  # noqa: ARG002
         """The script stays the same; only the stamp changes."""

@@ -1,18 +1,21 @@
 """One inference server as the pool sees it, and how vLLM's is spoken to. Knows no process.
 
 generate:  POST /inference/v1/generate   token ids in; ids, log-probabilities, versions out
+stream:    the same as events; only the last one says which tokens which version made
 load:      pause (keep) -> start -> update (path) -> finish (version) -> resume
 """
 
 import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import msgspec
 
-from prorl_hpc.inference.engine import Completion, EngineError, Sampling
+from prorl_hpc.inference.engine import Chunk, Completion, EngineError, Sampling
 from prorl_hpc.inference.http import Channel, RequestRefused, ServerGone
-from prorl_hpc.policy import PolicyError, verify_policy
+from prorl_hpc.policy import PolicyError, PolicyManifest, verify_policy
 
 HEALTH_SECONDS = 10.0
 UPDATE_SECONDS = 600.0
@@ -47,6 +50,16 @@ class Server(Protocol):
         """Closes connections; the server goes on."""
 
 
+@runtime_checkable
+class StreamingServer(Protocol):
+    """A server that can also answer token by token; others give their answer as one chunk."""
+
+    def stream(
+        self, prompt_ids: tuple[int, ...], *, sampling: Sampling
+    ) -> AsyncGenerator[Chunk, None]:
+        """Raises ServerGone or RequestRefused; closing it early cancels the request."""
+
+
 class _Span(msgspec.Struct, frozen=True):
     version: str
     start: int
@@ -69,8 +82,13 @@ class _Choice(msgspec.Struct, frozen=True):
     weight_versions: list[_Span] | None = None
 
 
+class _Failure(msgspec.Struct, frozen=True):
+    message: str = ""
+
+
 class _Answer(msgspec.Struct, frozen=True):
-    choices: list[_Choice]
+    choices: list[_Choice] = []
+    error: _Failure | None = None
 
 
 class VllmServer:
@@ -79,6 +97,8 @@ class VllmServer:
     def __init__(self, address: str, *, version: int, request_seconds: float = 1800.0) -> None:
         self._channel = Channel(address)
         self._version = version
+        self._stamp = version
+        """What a stream's tokens are stamped with; checked against the server's own account."""
         self._request_seconds = request_seconds
         self._loading = asyncio.Lock()
         self._prepared = False
@@ -108,6 +128,38 @@ class VllmServer:
         )
         return read_completion(data, address=self.address)
 
+    async def stream(
+        self, prompt_ids: tuple[int, ...], *, sampling: Sampling
+    ) -> AsyncGenerator[Chunk, None]:
+        """Raises EngineError at the end if a token's stamp isn't the version that made it."""
+        body = {
+            "token_ids": prompt_ids,
+            "sampling_params": sampling_parameters(sampling),
+            "stream": True,
+        }
+        given: list[int] = []
+        events = self._channel.events(
+            "/inference/v1/generate", body, timeout_seconds=self._request_seconds
+        )
+        async with aclosing(events):
+            async for data in events:
+                choice = _choice(data, address=self.address)
+                ids, logprobs = _tokens(choice, address=self.address)
+                given += [self._stamp] * len(ids)
+                if choice.finish_reason is not None:
+                    made = _versions(choice.weight_versions, address=self.address)
+                    if made != given:
+                        raise EngineError(
+                            f"{self.address} was updated while it streamed, and tokens went out "
+                            f"as versions {sorted(set(given))} that {sorted(set(made))} made"
+                        )
+                yield Chunk(
+                    token_ids=ids,
+                    logprobs=logprobs,
+                    versions=tuple(given[len(given) - len(ids) :]),
+                    finish_reason=_reason(choice.finish_reason),
+                )
+
     async def load(self, version: int, *, path: Path) -> None:
         """Moves to `version`; raises LoadFailed when the server can't be trusted any more."""
         async with self._loading:
@@ -115,13 +167,16 @@ class VllmServer:
                 if not self._prepared:
                     await self.prepare()
                 for route, body in (
+                    # Keeps requests and drops every cached prefix: they are computed again.
                     ("/pause?mode=keep", None),
                     ("/start_weight_update", None),
                     ("/update_weights", {"update_info": {"path": str(path)}}),
                     ("/finish_weight_update", {"weight_version": str(version)}),
-                    ("/resume", None),
                 ):
                     await self._channel.post(route, body, timeout_seconds=UPDATE_SECONDS)
+                # Before the next token can be made, and long after the last one was.
+                self._stamp = version
+                await self._channel.post("/resume", timeout_seconds=UPDATE_SECONDS)
             except EngineError as err:
                 raise LoadFailed(f"{self.address} can't load version {version}: {err}") from err
             self._version = version
@@ -134,21 +189,29 @@ class VllmServer:
 
     async def identity(self) -> str:
         """Name of the first model that the server serves. Raises EngineError."""
-
-        class Model(msgspec.Struct):
-            id: str
-
-        class Models(msgspec.Struct):
-            data: list[Model]
-
-        data = await self._channel.get("/v1/models", timeout_seconds=HEALTH_SECONDS)
-        try:
-            return msgspec.json.decode(data, type=Models).data[0].id
-        except (msgspec.DecodeError, IndexError) as err:
-            raise ServerGone(f"{self.address} doesn't say which model it serves: {err}") from err
+        return await first_model(self._channel)
 
     async def close(self) -> None:
         await self._channel.close()
+
+
+class _Model(msgspec.Struct, frozen=True):
+    id: str
+
+
+class Models(msgspec.Struct, frozen=True):
+    """What `/v1/models` says."""
+
+    data: list[_Model]
+
+
+async def first_model(channel: Channel) -> str:
+    """Name of the first model behind an address. Raises ServerGone, RequestRefused."""
+    data = await channel.get("/v1/models", timeout_seconds=HEALTH_SECONDS)
+    try:
+        return msgspec.json.decode(data, type=Models).data[0].id
+    except (msgspec.DecodeError, IndexError) as err:
+        raise ServerGone(f"{channel.address} doesn't say which model it serves: {err}") from err
 
 
 def sampling_parameters(sampling: Sampling) -> dict[str, object]:
@@ -170,32 +233,56 @@ def sampling_parameters(sampling: Sampling) -> dict[str, object]:
 
 def read_completion(data: bytes, *, address: str) -> Completion:
     """Decodes an answer; raises ServerGone when ids, log-probabilities and versions don't match."""
-    try:
-        choice = msgspec.json.decode(data, type=_Answer).choices[0]
-    except (msgspec.DecodeError, IndexError) as err:
-        raise ServerGone(f"{address} answered something else than a completion: {err}") from err
-    ids = choice.token_ids or []
-    content = (choice.logprobs.content if choice.logprobs else None) or []
-    versions: list[int] = []
-    for span in choice.weight_versions or []:
-        if span.start != len(versions) or not span.version.lstrip("-").isdigit():
-            raise ServerGone(f"{address} gives versions {choice.weight_versions} that have gaps")
-        versions += [int(span.version)] * (span.end - span.start)
-    if [token.token_id for token in content] != ids or len(versions) != len(ids):
-        raise ServerGone(
-            f"{address} gave {len(ids)} tokens, {len(content)} log-probabilities and "
-            f"{len(versions)} versions; they must belong together"
-        )
-    reason = choice.finish_reason or "abort"
+    choice = _choice(data, address=address)
+    ids, logprobs = _tokens(choice, address=address)
+    versions = _versions(choice.weight_versions, address=address)
+    if len(versions) != len(ids):
+        raise ServerGone(f"{address} gave {len(ids)} tokens and {len(versions)} versions")
     return Completion(
-        token_ids=tuple(ids),
-        logprobs=tuple(token.logprob for token in content),
+        token_ids=ids,
+        logprobs=logprobs,
         versions=tuple(versions),
-        finish_reason=reason if reason in ("stop", "length") else "abort",
+        finish_reason=_reason(choice.finish_reason) or "abort",
     )
 
 
-def check_version(path: Path, version: int) -> None:
+def _choice(data: bytes, *, address: str) -> _Choice:
+    try:
+        answer = msgspec.json.decode(data, type=_Answer)
+        if answer.error is not None:
+            raise ServerGone(f"{address} failed a request: {answer.error.message}")
+        return answer.choices[0]
+    except (msgspec.DecodeError, IndexError) as err:
+        raise ServerGone(f"{address} answered something else than a completion: {err}") from err
+
+
+def _tokens(choice: _Choice, *, address: str) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """Token ids and the log-probability of each."""
+    ids = choice.token_ids or []
+    content = (choice.logprobs.content if choice.logprobs else None) or []
+    if [token.token_id for token in content] != ids:
+        raise ServerGone(
+            f"{address} gave {len(ids)} tokens and {len(content)} log-probabilities; they must "
+            "belong together"
+        )
+    return tuple(ids), tuple(token.logprob for token in content)
+
+
+def _versions(spans: list[_Span] | None, *, address: str) -> list[int]:
+    """The version of each token, from the spans that the server tells at the end."""
+    versions: list[int] = []
+    for span in spans or []:
+        if span.start != len(versions) or not span.version.lstrip("-").isdigit():
+            raise ServerGone(f"{address} gives versions {spans} that have gaps")
+        versions += [int(span.version)] * (span.end - span.start)
+    return versions
+
+
+def _reason(said: str | None) -> str | None:
+    return said if said in ("stop", "length", None) else "abort"
+
+
+def check_version(path: Path, version: int) -> PolicyManifest:
     """Raises EngineError unless `path` holds `version`, whole, in readable safetensors files."""
     try:
         manifest = verify_policy(path)
@@ -208,6 +295,7 @@ def check_version(path: Path, version: int) -> None:
         raise EngineError(f"version {version} in {path} has no safetensors file")
     for name in files:
         _check_header(path / name)
+    return manifest
 
 
 def _check_header(path: Path) -> None:

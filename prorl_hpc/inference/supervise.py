@@ -10,20 +10,20 @@ import contextlib
 import logging
 import os
 import secrets
-import shutil
 import signal
 import socket
 import sys
-import tempfile
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from hpc.scratch import OwnedDirectory
 from prorl_hpc.inference.engine import EngineError
 from prorl_hpc.inference.guard import GRACE_SECONDS
 from prorl_hpc.inference.http_pool import HttpPool
 from prorl_hpc.inference.server import Server
+from prorl_hpc.policy import digest_at
 
 log = logging.getLogger("prorl_hpc.inference")
 
@@ -31,6 +31,14 @@ LAST_LINES = 12
 FIRST_BACKOFF_SECONDS = 1.0
 LONGEST_BACKOFF_SECONDS = 120.0
 POLL_SECONDS = 0.2
+
+
+MAX_PORTS = 5
+"""So many ports in a row may be taken by others between their choice and the server's start."""
+
+
+class PortTaken(EngineError):
+    """Somebody else got the port that was chosen for a server: another one is tried."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,7 +153,7 @@ class Fleet:
         self._log_directory = log_directory
         self._use_ports = use_ports
         self._first_backoff_seconds = first_backoff_seconds
-        self._sockets: Path | None = None
+        self._sockets: OwnedDirectory | None = None
         self._slots: list[asyncio.Task[None]] = []
         self._replace: dict[str, asyncio.Event] = {}
         self.num_restarts = 0
@@ -161,7 +169,7 @@ class Fleet:
 
         Raises EngineError with the last words of a server when none comes up.
         """
-        self._sockets = Path(tempfile.mkdtemp(prefix="prorl-"))
+        self._sockets = OwnedDirectory.make("servers")
         first: list[asyncio.Future[None]] = []
         for slot in range(self._num_servers):
             told: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -181,8 +189,9 @@ class Fleet:
             task.cancel()
         await asyncio.gather(*self._slots, return_exceptions=True)
         self._slots.clear()
-        if self._sockets is not None:
-            shutil.rmtree(self._sockets, ignore_errors=True)
+        sockets, self._sockets = self._sockets, None
+        if sockets is not None:
+            sockets.close()
 
     async def _keep(self, slot: int, told: "asyncio.Future[None]") -> None:
         """One server after another, for ever; `told` hears how the first start went."""
@@ -192,6 +201,10 @@ class Fleet:
             try:
                 if await self._run(slot, attempt, told):
                     backoff = self._first_backoff_seconds
+            except PortTaken as err:
+                if attempt + 1 >= MAX_PORTS and not told.done():
+                    told.set_exception(err)
+                log.warning("%s", err)
             except (EngineError, OSError) as err:
                 if not told.done():
                     told.set_exception(err)
@@ -205,6 +218,7 @@ class Fleet:
         """One process from its start to its end; True when it had come up."""
         version, path = self._pool.version, self._pool.path
         assert path is not None
+        digest = await asyncio.to_thread(digest_at, path)
         launch = self._make_launch(
             slot=slot,
             address=self._address(slot, attempt),
@@ -217,7 +231,7 @@ class Fleet:
         try:
             await process.start()
             server = await self._until_well(process, version)
-            await self._pool.join(server)
+            await self._pool.join(server, digest=digest)
             if not told.done():
                 told.set_result(None)
             ended = asyncio.create_task(process.wait())
@@ -239,7 +253,8 @@ class Fleet:
         while True:
             code = process.exit_code
             if code is not None:
-                raise EngineError(
+                kind = PortTaken if port_is_taken(process.launch.address) else EngineError
+                raise kind(
                     f"an inference server ended with {code} before it was well; its last words:\n"
                     f"  {process.last_words()}"
                 )
@@ -257,7 +272,7 @@ class Fleet:
         if self._use_ports:
             return f"http://127.0.0.1:{free_port()}"
         assert self._sockets is not None
-        return f"unix:{self._sockets / f'{slot}.{attempt}'}"
+        return f"unix:{self._sockets.path / f'{slot}.{attempt}'}"
 
 
 def free_port() -> int:
@@ -265,3 +280,17 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def port_is_taken(address: str) -> bool:
+    """Whether somebody listens on an address's port of 127.0.0.1."""
+    host, _, port = address.removeprefix("http://").rpartition(":")
+    if not address.startswith("http://"):
+        return False
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, int(port)))
+        except OSError:
+            return True
+        return False

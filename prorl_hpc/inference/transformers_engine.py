@@ -3,6 +3,7 @@
     event loop                         decode thread (owns the model)
     generate() --- Request -------->   admit waiting -> step -> drop finished -> (load) -> ...
         ^--- Completion -----------    between two steps only
+    stream()   <-- Chunk after each step
 
 A new version is read from disk beside the running batch and swapped in between two steps. Requests
 in flight go on: the cache is computed again with the new weights, so every token's log-probability
@@ -14,14 +15,15 @@ import asyncio
 import contextlib
 import threading
 from collections import deque
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
 
 from prorl_hpc.inference.decode import Row, RunningBatch
-from prorl_hpc.inference.engine import Completion, EngineError, Sampling
-from prorl_hpc.policy import PolicyError, verify_policy
+from prorl_hpc.inference.engine import Chunk, Completion, EngineError, Sampling
+from prorl_hpc.inference.weights import copy_weights, first_line, read_weights
 
 CLOSE_SECONDS = 60.0
 """Longest wait for the decode thread to end its current step."""
@@ -32,6 +34,9 @@ class _Request:
     row: Row
     future: asyncio.Future[Completion]
     loop: asyncio.AbstractEventLoop
+    chunks: asyncio.Queue[Chunk | None] | None = None
+    """Where a stream's tokens go; None is the end of what there is, the future says how it went."""
+    num_sent: int = 0
     cancelled: bool = False
 
 
@@ -88,24 +93,53 @@ class TransformersEngine:
         affinity: str = "",  # noqa: ARG002
     ) -> Completion:
         """Continues `prompt_ids`; `affinity` has no effect here (prefixes aren't kept)."""
-        self._check(prompt_ids, sampling)
-        row = Row(prompt_ids=prompt_ids, sampling=sampling, random=Random(sampling.seed))
-        loop = asyncio.get_running_loop()
-        request = _Request(row=row, future=loop.create_future(), loop=loop)
-        with self._wake:
-            if self._closed:
-                raise EngineError("the engine is closed")
-            self._waiting.append(request)
-            self._wake.notify()
+        request = self._submit(prompt_ids, sampling)
         try:
             return await request.future
         finally:
             request.cancelled = True
 
+    async def stream(
+        self,
+        prompt_ids: tuple[int, ...],
+        *,
+        sampling: Sampling,
+        affinity: str = "",  # noqa: ARG002
+    ) -> AsyncGenerator[Chunk, None]:
+        """A chunk after each step; closing it drops the row before the next one."""
+        chunks: asyncio.Queue[Chunk | None] = asyncio.Queue()
+        request = self._submit(prompt_ids, sampling, chunks=chunks)
+        request.future.add_done_callback(lambda _: chunks.put_nowait(None))
+        try:
+            while (chunk := await chunks.get()) is not None:
+                yield chunk
+            await request.future
+        finally:
+            request.cancelled = True
+            request.future.cancel()
+
+    def _submit(
+        self,
+        prompt_ids: tuple[int, ...],
+        sampling: Sampling,
+        *,
+        chunks: asyncio.Queue[Chunk | None] | None = None,
+    ) -> _Request:
+        self._check(prompt_ids, sampling)
+        row = Row(prompt_ids=prompt_ids, sampling=sampling, random=Random(sampling.seed))
+        loop = asyncio.get_running_loop()
+        request = _Request(row=row, future=loop.create_future(), loop=loop, chunks=chunks)
+        with self._wake:
+            if self._closed:
+                raise EngineError("the engine is closed")
+            self._waiting.append(request)
+            self._wake.notify()
+        return request
+
     async def load(self, version: int, *, path: Path) -> None:
         """Moves to `version`; raises EngineError, with the old weights kept, if it can't."""
         async with self._loading:
-            weights = await asyncio.to_thread(_read_weights, path, version)
+            weights = await asyncio.to_thread(read_weights, path, version)
             swap = _Swap(version=version, weights=weights, done=threading.Event())
             with self._wake:
                 if self._closed:
@@ -141,7 +175,7 @@ class TransformersEngine:
                 attn_implementation=attention,
             )
         except (OSError, ValueError, KeyError, RuntimeError, ImportError) as err:
-            raise EngineError(f"model {self._path} can't be loaded: {_first_line(err)}") from err
+            raise EngineError(f"model {self._path} can't be loaded: {first_line(err)}") from err
         device = "cuda" if torch.cuda.is_available() else "cpu"
         return model.to(device).eval()
 
@@ -199,19 +233,20 @@ class TransformersEngine:
             if admitted:
                 running.update({request.row: request for request in admitted})
                 batch.join([request.row for request in admitted])
+            _send([request for request in running.values() if request.chunks is not None])
             finished = [row for row in batch.rows if row.finish_reason is not None]
             batch.leave(finished)
             _finish([running.pop(row) for row in finished])
         except Exception as err:  # whatever torch raises (memory, device, shapes)
             batch.clear()
             for request in running.values():
-                _fail(request, EngineError(f"decoding failed: {_first_line(err)}"))
+                _fail(request, EngineError(f"decoding failed: {first_line(err)}"))
             running.clear()
 
 
 def _apply(batch: RunningBatch, swap: _Swap) -> None:
     try:
-        _copy_weights(batch.model, swap.weights)
+        copy_weights(batch.model, swap.weights)
     except (ValueError, RuntimeError) as err:
         swap.error = err
         swap.done.set()
@@ -219,46 +254,6 @@ def _apply(batch: RunningBatch, swap: _Swap) -> None:
     batch.version = swap.version
     swap.done.set()
     batch.rebuild()
-
-
-def _copy_weights(model: Any, weights: dict[str, Any]) -> None:
-    """Replaces every parameter; raises ValueError with nothing changed if they don't fit."""
-    import torch
-
-    named = model.state_dict(keep_vars=True)
-    foreign = [n for n in weights if n not in named or named[n].shape != weights[n].shape]
-    filled: dict[int, str] = {}  # tied weights are one tensor under two names
-    for name in weights:
-        if name in named:
-            first = filled.setdefault(id(named[name]), name)
-            if first != name and not torch.equal(weights[first], weights[name]):
-                foreign.append(name)
-    missing = [n for n, tensor in model.named_parameters() if id(tensor) not in filled]
-    if missing or foreign:
-        raise ValueError(
-            f"weights don't fit the model: {len(missing)} missing (e.g. {missing[:1]}), "
-            f"{len(foreign)} unknown, untied or of another shape (e.g. {foreign[:1]})"
-        )
-    with torch.no_grad():
-        for name, tensor in weights.items():
-            named[name].copy_(tensor)
-
-
-def _read_weights(path: Path, version: int) -> dict[str, Any]:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        manifest = verify_policy(path)
-        files = sorted(name for name in manifest.files if name.endswith(".safetensors"))
-        weights = {k: v for name in files for k, v in load_file(path / name).items()}
-    except (PolicyError, OSError, SafetensorError) as err:
-        raise EngineError(f"version {version} can't be read: {_first_line(err)}") from err
-    if manifest.version != version:
-        raise EngineError(f"{path} holds version {manifest.version}, not {version}")
-    if not weights:
-        raise EngineError(f"version {version} in {path} has no safetensors file")
-    return weights
 
 
 def _finish(requests: list[_Request]) -> None:
@@ -273,6 +268,31 @@ def _finish(requests: list[_Request]) -> None:
                 future.set_result(completion)
 
     _call(requests[0].loop, resolve)
+
+
+def _send(requests: list[_Request]) -> None:
+    """Hands each stream what its row has made since the last time."""
+    if not requests:
+        return
+    made = [(request.chunks, _chunk(request)) for request in requests]
+
+    def put() -> None:
+        for chunks, chunk in made:
+            if chunks is not None:
+                chunks.put_nowait(chunk)
+
+    _call(requests[0].loop, put)
+
+
+def _chunk(request: _Request) -> Chunk:
+    row, start = request.row, request.num_sent
+    request.num_sent = len(row.token_ids)
+    return Chunk(
+        token_ids=tuple(row.token_ids[start:]),
+        logprobs=tuple(row.logprobs[start:]),
+        versions=tuple(row.versions[start:]),
+        finish_reason=row.finish_reason,
+    )
 
 
 def _completion(row: Row) -> Completion:
@@ -295,8 +315,3 @@ def _fail(request: _Request, error: EngineError) -> None:
 def _call(loop: asyncio.AbstractEventLoop, function: Any) -> None:
     with contextlib.suppress(RuntimeError):  # the loop is gone: nobody waits any more
         loop.call_soon_threadsafe(function)
-
-
-def _first_line(err: BaseException) -> str:
-    lines = str(err).strip().splitlines()
-    return lines[0] if lines else repr(err)

@@ -8,19 +8,37 @@ import json
 import os
 import shutil
 import sys
-import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from prorl_hpc.inference import vllm_plugin
-from prorl_hpc.inference.engine import Completion, EngineError, Sampling
+from prorl_hpc.inference.engine import EngineError, Sampling
+from prorl_hpc.inference.fleet_engine import (
+    FleetEngine,
+    check_arguments,
+    check_interpreter,
+    devices_of,
+    in_image,
+    serving_environment,
+)
 from prorl_hpc.inference.http import ServerGone
-from prorl_hpc.inference.http_pool import HttpPool
 from prorl_hpc.inference.server import VllmServer
-from prorl_hpc.inference.supervise import Fleet, Launch
-from prorl_hpc.recipe import Recipe, RecipeError
+from prorl_hpc.inference.supervise import Launch
+from prorl_hpc.recipe import Recipe
 
 PLUGIN_MODULE = "prorl_vllm_plugin"
+OUR_FLAGS = (
+    "--model", "--served-model-name", "--uds", "--host", "--port", "--enable-scale-out",
+    "--logprobs-mode", "--generation-config", "--override-generation-config",
+    "--weight-transfer-config",
+)  # fmt: skip
+"""What a recipe's own arguments mustn't change: addresses, and what log-probabilities mean."""
+
+CPU_FLAGS = ("--enforce-eager", "--no-enable-chunked-prefill")
+"""A seeded request whose prompt is read in parts, be it at an update, ends vLLM 0.32's engine on
+CPUs: it winds the request's random generator back, which CPU generators can't."""
+
 MIN_CPU_HEAD_SIZE = 32
 """vLLM's CPU attention crashes at the first request below this."""
 
@@ -43,55 +61,26 @@ class VllmOptions:
     log_directory: Path | None = None
 
 
-class VllmEngine:
-    """Starts servers, spreads requests over them, moves them to new versions in flight."""
+class VllmEngine(FleetEngine):
+    """vLLM servers with our weight transfer, each on a private Unix socket."""
 
     def __init__(self, options: VllmOptions, *, path: Path, version: int) -> None:
-        self._options = options
-        self._directory = Path(tempfile.mkdtemp(prefix="prorl-vllm-"))
-        self.pool = HttpPool(version=version, path=path, lost=self._lost)
-        self.fleet = Fleet(
-            pool=self.pool,
+        super().__init__(
+            path=path,
+            version=version,
             num_servers=options.num_servers,
-            make_launch=self._launch,
-            connect=self._connect,
             start_seconds=options.start_seconds,
-            log_directory=options.log_directory or self._directory / "logs",
+            log_directory=options.log_directory,
         )
+        self._options = options
 
-    @property
-    def version(self) -> int:
-        return self.pool.version
-
-    async def start(self) -> None:
-        """Raises EngineError with a server's last words when none comes up."""
-        path = self.pool.path
-        assert path is not None
+    def prepare(self, path: Path) -> None:
         if self._options.num_gpus == 0:
             check_head_size(path)
-        write_plugin(self._directory / "plugin")
-        await self.pool.start()
-        await self.fleet.start()
+        write_plugin(self.directory / "plugin")
 
-    async def generate(
-        self, prompt_ids: tuple[int, ...], *, sampling: Sampling, affinity: str = ""
-    ) -> Completion:
-        return await self.pool.generate(prompt_ids, sampling=sampling, affinity=affinity)
-
-    async def load(self, version: int, *, path: Path) -> None:
-        await self.pool.load(version, path=path.resolve())
-
-    async def close(self) -> None:
-        await self.fleet.close()
-        await self.pool.close()
-        shutil.rmtree(self._directory, ignore_errors=True)
-
-    def _lost(self, server: object) -> None:
-        assert isinstance(server, VllmServer)
-        self.fleet.lost(server)
-
-    def _launch(self, *, slot: int, address: str, identity: str, path: Path) -> Launch:
-        plugin = self._directory / "plugin"
+    def launch(self, *, slot: int, address: str, identity: str, path: Path) -> Launch:
+        plugin = self.directory / "plugin"
         return Launch(
             command=vllm_command(
                 self._options, path=path, address=address, identity=identity, plugin=plugin
@@ -101,7 +90,7 @@ class VllmEngine:
             identity=identity,
         )
 
-    async def _connect(self, launch: Launch, version: int) -> VllmServer:
+    async def connect(self, launch: Launch, version: int) -> VllmServer:
         """A server that is well, is the one that was started, and has answered once."""
         server = VllmServer(
             launch.address, version=version, request_seconds=self._options.request_seconds
@@ -122,11 +111,8 @@ class VllmEngine:
 def make_vllm(recipe: Recipe, *, path: Path, version: int) -> VllmEngine:
     """The engine of a recipe. Raises RecipeError for an interpreter that doesn't exist."""
     engine, rollout = recipe.rollout.engine, recipe.rollout
-    if engine.python is not None and engine.image is None and not Path(engine.python).is_file():
-        raise RecipeError(
-            f"rollout.engine.python={engine.python!r} doesn't exist; name the interpreter of the "
-            "environment that holds vLLM"
-        )
+    check_interpreter(recipe, holds="vLLM")
+    check_arguments(recipe, ours=OUR_FLAGS)
     logs = os.environ.get("PRORL_LOGS")
     options = VllmOptions(
         num_servers=engine.servers_per_node,
@@ -164,46 +150,37 @@ def vllm_command(
         # The model's generation_config.json must not change how tokens are drawn.
         "--generation-config", "vllm",
         "--weight-transfer-config", json.dumps({"backend": vllm_plugin.BACKEND}),
-        *(("--enforce-eager",) if options.num_gpus == 0 else ()),
+        *(CPU_FLAGS if options.num_gpus == 0 else ()),
         *options.arguments,
     )  # fmt: skip
-    if options.image is None:
-        return command
-    binds = [str(path.parent), str(plugin)]
-    if address.startswith("unix:"):
-        binds.append(str(Path(address.removeprefix("unix:")).parent))
-    gpu = ("--nv",) if options.num_gpus else ()
-    bound = [part for bind in binds for part in ("--bind", bind)]
-    return ("apptainer", "exec", *gpu, "--no-home", *bound, options.image, *command)
+    return in_image(
+        command,
+        image=options.image,
+        binds=(path.parent, plugin),
+        address=address,
+        has_gpus=options.num_gpus > 0,
+    )
 
 
 def vllm_environment(
-    options: VllmOptions, *, slot: int, plugin: Path, base: "os._Environ[str] | dict[str, str]"
+    options: VllmOptions, *, slot: int, plugin: Path, base: Mapping[str, str]
 ) -> dict[str, str]:
     """The job's environment with what a server needs; each server has GPUs of its own."""
-    # A launcher's rank variables would make vLLM join the learner's or a step's process group.
-    dropped = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "PYTHONHOME")
-    environment = {name: value for name, value in base.items() if name not in dropped}
-    environment |= {
+    environment = serving_environment(base) | {
         "VLLM_SERVER_DEV_MODE": "1",  # the weight-update routes
         "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
         "PYTHONPATH": str(plugin),
-        "PYTHONNOUSERSITE": "1",
     }
     if options.num_gpus == 0:
         environment.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
         return environment
-    visible = base.get("CUDA_VISIBLE_DEVICES")
-    devices = visible.split(",") if visible else [str(n) for n in range(options.num_gpus)]
-    size = options.tensor_parallel
-    mine = devices[slot * size : (slot + 1) * size]
-    if len(mine) < size:
-        raise EngineError(
-            f"server {slot} of {options.num_servers} with tensor_parallel={size} needs more than "
-            f"the {len(devices)} GPUs of this node; lower rollout.engine.servers_per_node"
-        )
-    return environment | {"CUDA_VISIBLE_DEVICES": ",".join(mine)}
+    return environment | devices_of(
+        slot,
+        num_servers=options.num_servers,
+        tensor_parallel=options.tensor_parallel,
+        num_gpus=options.num_gpus,
+        base=base,
+    )
 
 
 def write_plugin(directory: Path) -> None:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from prorl_hpc.choices import Estimator
 from prorl_hpc.learner.algorithm_error import AlgorithmError
-from prorl_hpc.recipe import Estimator
 
 MIN_STD = 1e-6
 """A standard deviation (or, for MaxRL, a mean) up to this counts as no signal."""

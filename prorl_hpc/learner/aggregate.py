@@ -8,8 +8,8 @@ the number of ranks change nothing. Shapes: M tokens that count, T packed tokens
 import torch
 from torch import Tensor
 
+from prorl_hpc.choices import Aggregation
 from prorl_hpc.learner.algorithm_error import AlgorithmError
-from prorl_hpc.recipe import Aggregation
 
 
 def local_denominator(

@@ -17,8 +17,15 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor, nn
 
+from hpc.errors import UserError
+from prorl_hpc.choices import Attention
+
 NAME = "prorl_documents"
 """Name under which the attention is registered with transformers."""
+
+
+class AttentionError(UserError, ValueError):
+    """An attention implementation that can't be used here."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,7 +44,7 @@ class DocumentLayout:
 
     buckets: tuple[Bucket, ...]
     position_ids: Tensor
-    """[1, T] position of each token in its document."""
+    """[1, T] position of each token in its document; its attribute `buckets` are those above."""
 
 
 def document_layout(lengths: list[int], *, device: torch.device | str = "cpu") -> DocumentLayout:
@@ -60,7 +67,9 @@ def document_layout(lengths: list[int], *, device: torch.device | str = "cpu") -
         gather_DL = start_D[:, None] + torch.where(valid_DL, offset_L, 0)
         buckets.append(Bucket(gather_DL.to(device), valid_DL.reshape(-1).to(device)))
     positions_T = torch.cat([torch.arange(length) for length in lengths])
-    return DocumentLayout(tuple(buckets), positions_T[None].to(device))
+    position_ids: Any = positions_T[None].to(device)
+    position_ids.buckets = tuple(buckets)
+    return DocumentLayout(position_ids.buckets, position_ids)
 
 
 def document_attention(
@@ -72,14 +81,21 @@ def document_attention(
     *,
     scaling: float | None = None,
     dropout: float = 0.0,
-    layout: DocumentLayout | None = None,
+    position_ids: Tensor | None = None,
     sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attention function in transformers' interface: [1, H, T, E] in, [1, T, H, E] out."""
-    if layout is None:
-        raise ValueError(f"{NAME} needs the document layout; pass layout= to the model")
-    longest = max(bucket.gather.shape[1] for bucket in layout.buckets)
+    """Attention function in transformers' interface: [1, H, T, E] in, [1, T, H, E] out.
+
+    The layout comes with the positions, the one argument that every architecture hands down.
+    """
+    buckets: tuple[Bucket, ...] | None = getattr(position_ids, "buckets", None)
+    if buckets is None:
+        raise ValueError(
+            f"{NAME} needs the layout's own position_ids; this architecture doesn't hand them "
+            "down: set model.attention=sdpa"
+        )
+    longest = max(bucket.gather.shape[1] for bucket in buckets)
     if sliding_window is not None and longest > sliding_window:
         raise ValueError(
             f"sliding_window={sliding_window} is shorter than a document of {longest} tokens; "
@@ -88,7 +104,7 @@ def document_attention(
     groups = query.shape[1] // key.shape[1]
     query_T, key_T, value_T = (x[0].transpose(0, 1) for x in (query, key, value))
     output_T = torch.zeros_like(query_T)
-    for bucket in layout.buckets:
+    for bucket in buckets:
         q, k, v = (x[bucket.gather].transpose(1, 2) for x in (query_T, key_T, value_T))
         if groups > 1:
             k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
@@ -107,13 +123,25 @@ def register() -> None:
     AttentionInterface.register(NAME, document_attention)
 
 
-def choose(requested: str, *, device: str) -> str:
-    """Attention implementation for `model.attention`; `auto` takes the best there is."""
-    if requested != "auto":
-        return NAME if requested == "documents" else requested
-    if device != "cpu":
-        from transformers.utils.import_utils import is_flash_attn_2_available
+def choose(requested: Attention, *, device: str) -> str:
+    """transformers' name for `model.attention`; `auto` takes the best there is.
 
-        if is_flash_attn_2_available():
-            return "flash_attention_2"
-    return NAME
+    Raises AttentionError for what this device or installation can't train with.
+    """
+    from transformers.utils.import_utils import is_flash_attn_2_available
+
+    if requested == Attention.documents:
+        return NAME
+    flash = device != "cpu" and is_flash_attn_2_available()
+    if requested == Attention.auto:
+        return "flash_attention_2" if flash else NAME
+    if requested == Attention.flash_attention_2 and not flash:
+        raise AttentionError(
+            "model.attention=flash_attention_2 needs a GPU and the package flash-attn; install "
+            "it, or set auto"
+        )
+    if requested == Attention.flex_attention and device == "cpu":
+        raise AttentionError(
+            "model.attention=flex_attention has no backward pass on CPU; set auto or documents"
+        )
+    return str(requested)

@@ -18,6 +18,11 @@ class Job(Generic[T]):
         self._thread = threading.Thread(target=self._run, name=name)
         self._thread.start()
 
+    @property
+    def over(self) -> bool:
+        """Whether it has ended, well or not."""
+        return not self._thread.is_alive()
+
     def result(self) -> T:
         """Waits for the end; the function's value, or its error raised here."""
         self._thread.join()
@@ -54,3 +59,8 @@ class Line:
         job, self._job = self._job, None
         if job is not None:
             job.result()
+
+    def check(self) -> None:
+        """Raises the error of the last job if it has ended with one; doesn't wait."""
+        if self._job is not None and self._job.over:
+            self.wait()

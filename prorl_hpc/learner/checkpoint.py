@@ -13,9 +13,8 @@ import base64
 import re
 import secrets
 import shutil
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +23,16 @@ import torch
 from torch import Tensor
 
 from hpc.errors import HpcError
-from hpc.files import publish, sync_directory
+from hpc.files import aside, publish, replace_directory
 from prorl_hpc.buffer.messages import GroupIds
+from prorl_hpc.choices import ReferencePlacement
 from prorl_hpc.learner.distributed import Ranks
 from prorl_hpc.learner.filtering import EffectiveSamples
-from prorl_hpc.learner.model import PolicyModel, reshard
+from prorl_hpc.learner.model import PolicyModel, copy_to_memory, reshard
 from prorl_hpc.learner.reference import Reference, ReferenceIdentity
+from prorl_hpc.learner.space import DiskError
+from prorl_hpc.learner.tensors import load_tensors, save_tensors
+from prorl_hpc.learner.together import on_all, on_first
 from prorl_hpc.policy import hash_file, sync_tree
 from prorl_hpc.run import Run
 
@@ -40,6 +43,8 @@ STATE = "learner.json"
 MANIFEST = "manifest.json"
 TENSORS = "tensors"
 NAME = re.compile(r"step-(\d{8,})")
+LEFT = re.compile(r"\.step-(\d{8,})\.[0-9a-f]+\.tmp")
+"""What a writer calls a checkpoint while it writes or removes it."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -90,24 +95,9 @@ def snapshot(
 ) -> dict[str, Tensor]:
     """A copy of this rank's tensors in main memory, which training doesn't change any more."""
     return {
-        name: _copy(tensor, ranks=ranks)
+        name: copy_to_memory(tensor, ranks=ranks)
         for name, tensor in _tensors(model, optimizer, reference).items()
     }
-
-
-def _copy(tensor: Tensor, *, ranks: Ranks) -> Tensor:
-    from torch.distributed.tensor import DTensor
-
-    if not isinstance(tensor, DTensor):
-        return tensor.detach().to("cpu", copy=True)
-    return DTensor.from_local(
-        tensor.to_local().detach().to("cpu", copy=True),
-        ranks.memory,
-        tensor.placements,
-        run_check=False,
-        shape=tensor.shape,
-        stride=tensor.stride(),
-    )
 
 
 def save_checkpoint(
@@ -130,45 +120,20 @@ def write_checkpoint(
 
     Raises OSError (disk full, ...) on every rank, with the name untouched.
     """
-    from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.state_dict_saver import save
-
     target = run.checkpoint(state.step)
-    temporary = Path(ranks.broadcast(str(_aside(target))))
-    _on_first(ranks, lambda: (temporary / TENSORS).mkdir(parents=True))
+    temporary = Path(ranks.broadcast(str(aside(target))))
     try:
-        with _alone_is_fine():
-            save(
-                tensors,
-                checkpoint_id=temporary / TENSORS,
-                process_group=ranks.control,
-                no_dist=ranks.world == 1,
-            )
-        _on_first(ranks, lambda: _write(temporary / STATE, msgspec.json.encode(state)))
+        on_first(ranks, lambda: (temporary / TENSORS).mkdir(parents=True))
+        save_tensors(tensors, temporary / TENSORS, ranks=ranks)
+        on_first(ranks, lambda: _write(temporary / STATE, msgspec.json.encode(state)))
         files = _hash_together(temporary, ranks=ranks)
-        _on_first(ranks, lambda: _put_in_place(temporary, target, files=files))
-    except CheckpointException as err:
-        first = next(iter(err.failures.values()))[0]
-        raise OSError(f"checkpoint of step {state.step} couldn't be written: {first}") from err
+        on_first(ranks, lambda: _put_in_place(temporary, target, files=files))
+    except OSError as err:
+        raise DiskError.of(err, f"checkpoint of step {state.step} couldn't be written") from err
     finally:
         if ranks.is_first:
             shutil.rmtree(temporary, ignore_errors=True)
     return target
-
-
-def _on_first(ranks: Ranks, body: Callable[[], None]) -> None:
-    """Rank 0 does it; when it can't, every rank raises OSError."""
-    problem: str | None = None
-    if ranks.is_first:
-        try:
-            body()
-        except OSError as err:
-            if ranks.world == 1:
-                raise
-            problem = str(err)
-    problem = ranks.broadcast(problem)
-    if problem is not None:
-        raise OSError(f"rank 0: {problem}")
 
 
 def _write(path: Path, data: bytes) -> None:
@@ -178,12 +143,7 @@ def _write(path: Path, data: bytes) -> None:
 def _put_in_place(temporary: Path, target: Path, *, files: dict[str, str]) -> None:
     publish(temporary / MANIFEST, data=msgspec.json.encode(_Manifest(format=FORMAT, files=files)))
     sync_tree(temporary)
-    # The old one is only removed, which may take long, once the new one has its name.
-    grave = _set_aside(target)
-    temporary.rename(target)
-    sync_directory(target.parent)
-    if grave is not None:
-        shutil.rmtree(grave, ignore_errors=True)
+    replace_directory(temporary, target)
 
 
 def load_newest(
@@ -193,16 +153,52 @@ def load_newest(
 
     Raises CheckpointError for one of a newer format: going back silently would lose work.
     """
-    for step in reversed(ranks.broadcast(checkpoint_steps(run))):
+    on_first(ranks, lambda: sweep(run, report=report))
+    for step in reversed(on_first(ranks, lambda: checkpoint_steps(run))):
         path = run.checkpoint(step)
         problem = _find_problem(path, ranks=ranks)
         if problem is None:
-            return path, read_state(path)
-        if ranks.is_first:
-            report(f"checkpoint {path.name} is damaged ({problem}); using the one before it")
-            path.rename(path.with_name(f".damaged-{path.name}.{secrets.token_hex(4)}"))
-        ranks.barrier()
+            return path, on_all(ranks, partial(read_state, path))
+        on_first(ranks, partial(_set_damaged_aside, path, problem, report=report))
     return None
+
+
+def _set_damaged_aside(path: Path, problem: str, *, report: Callable[[str], None]) -> None:
+    report(f"checkpoint {path.name} is damaged ({problem}); using the one before it")
+    path.rename(path.with_name(f".damaged-{path.name}.{secrets.token_hex(4)}"))
+
+
+def sweep(run: Run, *, report: Callable[[str], None]) -> None:
+    """Removes what writers that were killed have left of checkpoints, policies and exports.
+
+    A whole checkpoint whose writer died between taking the old one's name away and giving it to
+    the new one gets its name back.
+    """
+    halves = sorted(run.checkpoints.glob(".step-*.tmp"), key=_written, reverse=True)
+    for half in halves:
+        match = LEFT.fullmatch(half.name)
+        target = run.checkpoint(int(match[1])) if match else None
+        alone = Ranks(rank=0, world=1, device=torch.device("cpu"))
+        if target is not None and not target.exists() and _find_problem(half, ranks=alone) is None:
+            half.rename(target)
+            report(f"checkpoint {target.name} has its name back; its writer was killed")
+    left = [*halves, *run.policies.glob(".v*.tmp"), *run.exports.glob(".step-*.tmp")]
+    for directory in left:
+        shutil.rmtree(directory, ignore_errors=True)
+    names = list(run.policies.glob(".latest.*.tmp"))
+    for name in names:
+        name.unlink(missing_ok=True)
+    if left or names:
+        number = len(left) + len(names)
+        report(f"removed {number} unfinished files and directories of writers that were killed")
+
+
+def _written(directory: Path) -> float:
+    """When its manifest was written; 0 without one."""
+    try:
+        return (directory / MANIFEST).stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def read_state(path: Path) -> LearnerState:
@@ -223,14 +219,13 @@ def restore(
     optimizer: torch.optim.Optimizer,
     with_reference: bool,
     ranks: Ranks,
+    placement: ReferencePlacement = ReferencePlacement.device,
 ) -> Reference | None:
     """Fills model and optimizer from a checkpoint, for this number of ranks; returns its reference.
 
     The reference is verified against its identity. None when the checkpoint has none, or
     `with_reference` is false.
     """
-    from torch.distributed.checkpoint.state_dict_loader import load
-
     optimizer.state.clear()
     if state.has_moments:
         for _, parameter in model.named_weights():
@@ -239,15 +234,8 @@ def restore(
             }
     reference = None
     if state.reference is not None and with_reference:
-        empty = {name: torch.zeros_like(p.detach()) for name, p in model.named_weights()}
-        reference = Reference(empty, state.reference)
-    with torch.no_grad(), _alone_is_fine():
-        load(
-            _tensors(model, optimizer, reference),
-            checkpoint_id=path / TENSORS,
-            process_group=ranks.control,
-            no_dist=ranks.world == 1,
-        )
+        reference = Reference.blank(model, state.reference, ranks=ranks, placement=placement)
+    load_tensors(_tensors(model, optimizer, reference), path / TENSORS, ranks=ranks)
     reshard(model)
     if state.rng:
         torch.set_rng_state(torch.tensor(list(base64.b64decode(state.rng)), dtype=torch.uint8))
@@ -256,33 +244,17 @@ def restore(
     return reference
 
 
-@contextmanager
-def _alone_is_fine() -> Iterator[None]:
-    """A single rank has no process group, and torch warns of it."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*torch.distributed is disabled.*")
-        yield
-
-
 def load_policy(path: Path, *, model: PolicyModel, ranks: Ranks) -> str | None:
     """Fills the model alone from a checkpoint (roll-back).
 
     What is wrong with the checkpoint, in words, when it is missing or damaged; then nothing is
     changed.
     """
-    from torch.distributed.checkpoint.state_dict_loader import load
-
     problem = _find_problem(path, ranks=ranks)
     if problem is not None:
         return problem
     tensors = {f"model/{name}": p.detach() for name, p in model.named_weights()}
-    with torch.no_grad(), _alone_is_fine():
-        load(
-            tensors,
-            checkpoint_id=path / TENSORS,
-            process_group=ranks.control,
-            no_dist=ranks.world == 1,
-        )
+    load_tensors(tensors, path / TENSORS, ranks=ranks)
     reshard(model)
     return None
 
@@ -325,26 +297,28 @@ def _tensors(
 
 def _hash_together(directory: Path, *, ranks: Ranks) -> dict[str, str]:
     """sha256 of every file below `directory`; each rank hashes its share."""
-    names = sorted(
-        path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()
-    )
-    mine = ranks.broadcast(names)[ranks.rank :: ranks.world]
-    parts = ranks.gather({name: hash_file(directory / name) for name in mine})
+    files = on_first(ranks, lambda: [path for path in directory.rglob("*") if path.is_file()])
+    names = sorted(path.relative_to(directory).as_posix() for path in files)
+    mine = names[ranks.rank :: ranks.world]
+    part = on_all(ranks, lambda: {name: hash_file(directory / name) for name in mine})
+    parts = ranks.gather(part)
     return dict(sorted((name, sha256) for part in parts for name, sha256 in part.items()))
 
 
 def _find_problem(path: Path, *, ranks: Ranks) -> str | None:
     """What is wrong with a checkpoint, in words; the same answer on every rank."""
-    try:
-        manifest = msgspec.json.decode((path / MANIFEST).read_bytes(), type=_Manifest)
-    except (OSError, msgspec.DecodeError) as err:
-        problem: str | None = f"no readable {MANIFEST}: {err}"
-    else:
+
+    def look() -> str | None:
+        try:
+            manifest = msgspec.json.decode((path / MANIFEST).read_bytes(), type=_Manifest)
+        except (OSError, msgspec.DecodeError) as err:
+            return f"no readable {MANIFEST}: {err}"
         _check_format(manifest.format, path)
         mine = sorted(manifest.files)[ranks.rank :: ranks.world]
         wrong = [name for name in mine if not _matches(path / name, manifest.files[name])]
-        problem = f"{wrong[0]} is missing or differs from its hash" if wrong else None
-    return next((found for found in ranks.gather(problem) if found), None)
+        return f"{wrong[0]} is missing or differs from its hash" if wrong else None
+
+    return next((found for found in ranks.gather(on_all(ranks, look)) if found), None)
 
 
 def _matches(path: Path, sha256: str) -> bool:
@@ -361,19 +335,10 @@ def _check_format(number: int, path: Path) -> None:
         )
 
 
-def _aside(target: Path) -> Path:
-    return target.with_name(f".{target.name}.{secrets.token_hex(6)}.tmp")
-
-
-def _set_aside(target: Path) -> Path | None:
-    if not target.exists():
-        return None
-    grave = _aside(target)
-    target.rename(grave)
-    return grave
-
-
 def _remove(target: Path) -> None:
-    grave = _set_aside(target)
-    if grave is not None:
-        shutil.rmtree(grave, ignore_errors=True)
+    """Renamed first, so that nobody finds half of it under its name."""
+    grave = aside(target)
+    target.rename(grave)
+    # Without its manifest it is rubbish for `sweep`, whenever this ends.
+    (grave / MANIFEST).unlink(missing_ok=True)
+    shutil.rmtree(grave, ignore_errors=True)

@@ -15,9 +15,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from prorl_hpc.choices import Correction, StalePolicy
 from prorl_hpc.learner.algorithm_error import AlgorithmError
 from prorl_hpc.learner.surrogate import log_ratio, sequence_mean
-from prorl_hpc.recipe import Correction, StalePolicy
 
 
 def truncated_weights(delta_M: Tensor, *, high: float) -> Tensor:

@@ -8,8 +8,8 @@ only k2 has the unbiased gradient; off-policy, and for k1 and k3, use `importanc
 import torch
 from torch import Tensor
 
+from prorl_hpc.choices import KlEstimator
 from prorl_hpc.learner.surrogate import log_ratio
-from prorl_hpc.recipe import KlEstimator
 
 
 def kl_estimate(

@@ -2,12 +2,13 @@
 
 Shapes: T packed tokens of a micro-batch, M of them predicted, D hidden size.
 
-    directory (safetensors) --load--> network --wrap--> PolicyModel --fully_shard--> ranks
-                                                             |
-                                  gather, one tensor at a time, on rank 0 (publish, export)
+    directory (safetensors) --load--> network (+ adapters) --wrap--> PolicyModel --shard--> ranks
+                                                                          |
+                               gather (and merge), one tensor at a time, on rank 0 (publish, export)
 
 Master weights, gradients and optimizer state are float32; `bfloat16` only changes what the layers
-compute in. The LM head runs inside the root module's forward, where its weight is whole.
+compute in, and what a base that only its adapters change is kept in. The LM head runs inside the
+root module's forward, where its weight is whole.
 """
 
 from collections.abc import Iterator
@@ -19,12 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from hpc.errors import UserError
-from prorl_hpc.learner import attention
+from prorl_hpc.learner import attention, lora
 from prorl_hpc.learner.attention import DocumentLayout
 from prorl_hpc.learner.distributed import Ranks
 from prorl_hpc.learner.lm_head import TokenLogprobs, token_logprobs
 from prorl_hpc.learner.weights import open_weights
-from prorl_hpc.recipe import ModelConfig
+from prorl_hpc.recipe import LoraConfig, ModelConfig
 
 PREFIX = "network."
 """What `PolicyModel` puts before the names of the network's parameters."""
@@ -37,9 +38,18 @@ class ModelError(UserError, ValueError):
 class PolicyModel(nn.Module):
     """Log-probabilities of chosen tokens of a packed micro-batch."""
 
-    def __init__(self, network: nn.Module, *, dtype: torch.dtype, chunk_tokens: int) -> None:
+    def __init__(
+        self,
+        network: nn.Module,
+        *,
+        dtype: torch.dtype,
+        chunk_tokens: int,
+        adapters: LoraConfig | None = None,
+    ) -> None:
         super().__init__()
         self.network = network
+        self.adapters = adapters
+        """How the network is adapted; None when all weights are trained."""
         self.dtype = dtype
         self.chunk_tokens = chunk_tokens
         self.autocasts = dtype != torch.float32
@@ -56,15 +66,11 @@ class PolicyModel(nn.Module):
     ) -> TokenLogprobs:
         """Log-probability of `targets_M` after the tokens at `predictors_M`, and the entropy."""
         network: Any = self.network
-        extra = {}
-        if network.config._attn_implementation == attention.NAME:
-            extra["layout"] = layout
         with self._precision(tokens_T.device):
             output = network.base_model(
                 input_ids=tokens_T[None],
                 position_ids=layout.position_ids,
                 use_cache=False,
-                **extra,
             )
         hidden_MD = output.last_hidden_state[0][predictors_M].to(self.dtype)
         return token_logprobs(
@@ -82,7 +88,19 @@ class PolicyModel(nn.Module):
         return torch.autocast(device.type, dtype=self.dtype)
 
     def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters by the network's own names; a tied head appears once."""
+        """What is trained, by the network's own names; a tied head appears once."""
+        for name, parameter in self._parameters_by_name():
+            if parameter.requires_grad:
+                yield name, parameter
+
+    def named_stored(self) -> Iterator[tuple[str, str, nn.Parameter]]:
+        """What model files hold: their name, the network's name, the parameter."""
+        for name, parameter in self._parameters_by_name():
+            stored = lora.stored_name(name)
+            if stored is not None:
+                yield stored, name, parameter
+
+    def _parameters_by_name(self) -> Iterator[tuple[str, nn.Parameter]]:
         for name, parameter in self.named_parameters():
             yield name.removeprefix(PREFIX), parameter
 
@@ -116,9 +134,15 @@ def build_policy(
             attn_implementation=attention.choose(config.attention, device=ranks.device.type),
         )
     network.tie_weights()
+    # Where padding and the end of a turn are one token, its embedding must learn like any other.
+    network.get_input_embeddings().padding_idx = None
     if config.activation_checkpointing:
         network.gradient_checkpointing_enable({"use_reentrant": False})
-    model = PolicyModel(network, dtype=compute_dtype(config), chunk_tokens=chunk_tokens)
+    dtype = compute_dtype(config)
+    adapters = config.lora if config.lora.rank > 0 else None
+    if adapters is not None:
+        lora.attach(network, adapters, base_dtype=dtype)
+    model = PolicyModel(network, dtype=dtype, chunk_tokens=chunk_tokens, adapters=adapters)
     model.train()
     if ranks.world > 1:
         _shard(model, ranks=ranks)
@@ -153,10 +177,13 @@ def _shard(model: PolicyModel, *, ranks: Ranks) -> None:
 
 
 def load_weights(model: PolicyModel, directory: Path) -> None:
-    """Copies a directory's weights into the (sharded) parameters, one tensor at a time."""
+    """Copies a directory's weights into the (sharded) parameters, one tensor at a time.
+
+    Adapters start anew: the policy is the directory's.
+    """
     stored = open_weights(directory)
     with torch.no_grad():
-        for name, parameter in model.named_weights():
+        for name, _, parameter in model.named_stored():
             if name not in stored:
                 raise ModelError(f"model {directory} lacks {name!r}; its config doesn't match it")
             full = stored.get(name)
@@ -166,6 +193,9 @@ def load_weights(model: PolicyModel, directory: Path) -> None:
                     f"{tuple(parameter.shape)}"
                 )
             copy_full(parameter, full)
+        if model.adapters is not None:
+            for name, parameter in model.named_weights():
+                copy_full(parameter, lora.start_value(name, parameter.shape))
     reshard(model)
 
 
@@ -196,15 +226,55 @@ def reshard(model: PolicyModel) -> None:
         model.reshard()
 
 
-def gather_weights(model: PolicyModel, *, dtype: torch.dtype, ranks: Ranks) -> dict[str, Tensor]:
-    """All weights on the CPU of rank 0, by name; other ranks take part and get nothing."""
+def copy_to_memory(tensor: Tensor, *, ranks: Ranks) -> Tensor:
+    """A copy in main memory, sharded as the tensor is."""
     from torch.distributed.tensor import DTensor
 
+    if not isinstance(tensor, DTensor):
+        return tensor.detach().to("cpu", copy=True)
+    return DTensor.from_local(
+        tensor.to_local().detach().to("cpu", copy=True),
+        ranks.memory,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
+
+
+def gather_weights(model: PolicyModel, *, dtype: torch.dtype, ranks: Ranks) -> dict[str, Tensor]:
+    """All weights on the CPU of rank 0, by name; other ranks take part and get nothing.
+
+    Adapters are merged: these are the weights of a model without any.
+    """
     weights: dict[str, Tensor] = {}
-    for name, parameter in model.named_weights():
-        value = parameter.detach()
-        if isinstance(value, DTensor):
-            value = value.full_tensor()
+    trained = dict(model.named_weights())
+    for stored, name, parameter in model.named_stored():
+        value = _whole(parameter)
+        factors = lora.factor_names(name)
+        if model.adapters is not None and factors is not None and factors[0] in trained:
+            a, b = (_whole(trained[factor]) for factor in factors)
+            if ranks.is_first:
+                value = lora.merge(value, a, b, config=model.adapters)
         if ranks.is_first:
-            weights[name] = value.to("cpu", dtype, copy=True)
+            weights[stored] = value.to("cpu", dtype, copy=True)
     return weights
+
+
+def gather_adapter(model: PolicyModel, *, ranks: Ranks) -> lora.Adapter | None:
+    """The adapter alone, on the CPU of rank 0; None without one, and on other ranks."""
+    if model.adapters is None:
+        return None
+    factors = {}
+    for name, parameter in model.named_weights():
+        value = _whole(parameter)
+        if ranks.is_first:
+            factors[name] = value.to("cpu", copy=True)
+    return lora.Adapter(factors=factors, config=model.adapters) if ranks.is_first else None
+
+
+def _whole(parameter: Tensor) -> Tensor:
+    from torch.distributed.tensor import DTensor
+
+    value = parameter.detach()
+    return value.full_tensor() if isinstance(value, DTensor) else value

@@ -42,6 +42,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from prorl_hpc.choices import KlPlace, Surrogate
 from prorl_hpc.learner.aggregate import aggregate, local_denominator
 from prorl_hpc.learner.algorithm_error import AlgorithmError
 from prorl_hpc.learner.correction import correction_weights
@@ -49,7 +50,6 @@ from prorl_hpc.learner.kl import importance_weighted_kl, kl_estimate
 from prorl_hpc.learner.loss_metrics import add_sums, mean_metrics, surrogate_sums
 from prorl_hpc.learner.objective_config import ObjectiveConfig, objective_config
 from prorl_hpc.learner.surrogate import SurrogateLoss, cispo, gspo, log_ratio, ppo_clip
-from prorl_hpc.recipe import KlPlace, Surrogate
 
 __all__ = [
     "ObjectiveConfig",

@@ -3,15 +3,9 @@
 import math
 from dataclasses import dataclass
 
+from prorl_hpc.choices import Aggregation, Correction, KlEstimator, KlPlace, Surrogate
 from prorl_hpc.learner.algorithm_error import AlgorithmError
-from prorl_hpc.recipe import (
-    Aggregation,
-    AlgorithmConfig,
-    Correction,
-    KlEstimator,
-    KlPlace,
-    Surrogate,
-)
+from prorl_hpc.recipe import AlgorithmConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

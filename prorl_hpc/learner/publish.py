@@ -7,7 +7,11 @@ from pathlib import Path
 from torch import Tensor
 
 from prorl_hpc.learner.distributed import Ranks
-from prorl_hpc.learner.model import PolicyModel, gather_weights
+from prorl_hpc.learner.lora import DIRECTORY as ADAPTER_DIRECTORY
+from prorl_hpc.learner.lora import Adapter
+from prorl_hpc.learner.model import PolicyModel, gather_adapter, gather_weights
+from prorl_hpc.learner.space import DiskError
+from prorl_hpc.learner.together import on_first
 from prorl_hpc.learner.weights import INDEX, SINGLE, save_weights
 from prorl_hpc.policy import MANIFEST, keep_newest, publish_directory, publish_policy
 from prorl_hpc.run import Run
@@ -18,22 +22,24 @@ def publish_version(
 ) -> None:
     """Publishes the model as `version`, on all ranks together; rank 0 writes.
 
-    Raises OSError on every rank when rank 0 can't write.
+    Raises on every rank what keeps rank 0 from writing.
     """
     weights = gather_weights(model, dtype=model.dtype, ranks=ranks)
-    problem = None
-    if ranks.is_first:
-        try:
-            write_version(run, weights, version=version, step=step, keep=keep)
-        except OSError as err:
-            problem = str(err)
-    problem = ranks.broadcast(problem)
-    if problem is not None:
-        raise OSError(problem)
+    adapter = gather_adapter(model, ranks=ranks)
+    on_first(
+        ranks,
+        lambda: write_version(run, weights, version=version, step=step, keep=keep, adapter=adapter),
+    )
 
 
 def write_version(
-    run: Run, weights: dict[str, Tensor], *, version: int, keep: int, step: int | None = None
+    run: Run,
+    weights: dict[str, Tensor],
+    *,
+    version: int,
+    keep: int,
+    step: int | None = None,
+    adapter: Adapter | None = None,
 ) -> None:
     """Publishes gathered weights as `version` of `step` (the version's number unless given).
 
@@ -44,15 +50,21 @@ def write_version(
             run,
             version=version,
             step=version if step is None else step,
-            write=lambda directory: _fill(run, weights, directory),
+            write=lambda directory: _fill(run, weights, adapter, directory),
         )
     except OSError as err:
-        raise OSError(f"policy version {version} couldn't be published: {err}") from err
+        raise DiskError.of(err, f"policy version {version} couldn't be published") from err
     keep_newest(run, keep, protect={version})
 
 
 def write_export(
-    run: Run, weights: dict[str, Tensor], *, version: int, step: int, target: Path
+    run: Run,
+    weights: dict[str, Tensor],
+    *,
+    version: int,
+    step: int,
+    target: Path,
+    adapter: Adapter | None = None,
 ) -> None:
     """Writes gathered weights to a directory that no clean-up touches. Raises OSError."""
     try:
@@ -60,15 +72,18 @@ def write_export(
             target,
             version=version,
             step=step,
-            write=lambda directory: _fill(run, weights, directory),
+            write=lambda directory: _fill(run, weights, adapter, directory),
         )
     except OSError as err:
-        raise OSError(f"model couldn't be exported to {target}: {err}") from err
+        raise DiskError.of(err, f"model couldn't be exported to {target}") from err
 
 
-def _fill(run: Run, weights: dict[str, Tensor], directory: Path) -> None:
+def _fill(run: Run, weights: dict[str, Tensor], adapter: Adapter | None, directory: Path) -> None:
     copy_companions(run.model_start, directory)
     save_weights(weights, directory)
+    if adapter is not None:
+        # Below, so that what loads the merged model doesn't take it for a part of it.
+        adapter.write(directory / ADAPTER_DIRECTORY, base=run.model_start)
 
 
 def publish_start(run: Run) -> None:

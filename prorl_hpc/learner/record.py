@@ -1,11 +1,13 @@
 """What the learner tells people: metrics lines, TensorBoard events, its log. Rank 0 only."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from prorl_hpc.learner.checkpoint import LearnerState
 from prorl_hpc.learner.reset import ResetDecision
+from prorl_hpc.learner.space import SpaceWait
 from prorl_hpc.learner.validate import ValidationLine, record
 from prorl_hpc.observe.metrics import MetricsWriter
 from prorl_hpc.run import Run
@@ -19,8 +21,12 @@ def log(message: str) -> None:
 class Recorder:
     """Writes `metrics/learner.jsonl`, `metrics/validation.jsonl` and TensorBoard events."""
 
-    def __init__(self, run: Run, *, tensorboard: bool = True) -> None:
+    def __init__(
+        self, run: Run, *, space: SpaceWait | None = None, tensorboard: bool = True
+    ) -> None:
+        """`space`: how long lines wait while the disk is full; None: not at all."""
         self._run = run
+        self._space = space
         self._lines = MetricsWriter(run.metrics("learner"))
         self._events: Any = _events(run) if tensorboard else None
 
@@ -31,7 +37,7 @@ class Recorder:
         tasks: Mapping[str, Mapping[str, float]],
     ) -> None:
         """One trained step."""
-        self._lines.write(
+        self._write(
             event="step",
             step=state.step,
             version=state.version,
@@ -54,8 +60,8 @@ class Recorder:
 
     def validation(self, line: ValidationLine) -> None:
         """One validated version."""
-        record(self._run.validation, line)
-        self._lines.write(
+        self._patiently(lambda: record(self._run.validation, line))
+        self._write(
             event="validation",
             step=line.step,
             version=line.version,
@@ -73,7 +79,7 @@ class Recorder:
 
     def reset(self, decision: ResetDecision) -> None:
         """The reference (and maybe the optimizer) was reset."""
-        self._lines.write(
+        self._write(
             event="reset",
             step=decision.step,
             reset_index=decision.reset_index,
@@ -85,21 +91,41 @@ class Recorder:
         self._scalars({"learner/reset_index": float(decision.reset_index)}, decision.step)
         log(f"reference reset {decision.reset_index} at step {decision.step}: {decision.reason}")
 
+    def warmup(self, step: int, loss: float) -> None:
+        """A supervised step before reinforcement learning."""
+        self._write(event="warmup", step=step, loss=loss)
+
     def event(self, name: str, **values: object) -> None:
         """Anything else worth a line."""
-        self._lines.write(event=name, **values)
+        self._write(event=name, **values)
 
     def close(self) -> None:
         """Flushes and closes."""
         self._lines.close()
         if self._events is not None:
-            self._events.close()
+            with suppress(OSError):
+                self._events.close()
+
+    def _write(self, **values: object) -> None:
+        self._patiently(lambda: self._lines.write(**values))
+
+    def _patiently(self, body: Callable[[], None]) -> None:
+        if self._space is None:
+            body()
+        else:
+            self._space.write("a line of metrics", body)
 
     def _scalars(self, values: Mapping[str, float], step: int) -> None:
-        if self._events is not None:
+        if self._events is None:
+            return
+        try:
             for name, value in values.items():
                 self._events.add_scalar(name, value, step)
             self._events.flush()
+        except OSError as err:
+            # Its writer is of no use after an error; the JSON lines hold the same numbers.
+            log(f"TensorBoard events end here: {err}")
+            self._events = None
 
 
 def _events(run: Run) -> Any:

@@ -2,7 +2,9 @@
 
 A reset copies the policy's shards, without communication, so that policy and reference are equal
 bit for bit and KL is exactly zero on the next batch. To score with the reference, its shards and
-the policy's change places for the duration of a `with` block: one model in memory does both.
+the policy's change places for the duration of a `with` block: one model in memory does both. In
+between, the reference's shards lie beside the policy's, or in main memory. With adapters only
+these are copied: the base under them is the same for both.
 """
 
 import hashlib
@@ -14,8 +16,9 @@ import torch
 from torch import Tensor
 
 from hpc.errors import HpcError
+from prorl_hpc.choices import ReferencePlacement
 from prorl_hpc.learner.distributed import Ranks
-from prorl_hpc.learner.model import PolicyModel, local, reshard
+from prorl_hpc.learner.model import PolicyModel, copy_to_memory, local, reshard
 
 
 class ReferenceMismatch(HpcError, ValueError):
@@ -30,7 +33,7 @@ class ReferenceIdentity(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     """Optimizer step of the policy it was copied from."""
     sha256: str
-    """Of all its tensors, whole and in name order: the same for every number of ranks."""
+    """Of all its tensors, whole and in name order: the same for every number of ranks and place."""
 
 
 class Reference:
@@ -42,11 +45,38 @@ class Reference:
         self.identity = identity
 
     @classmethod
-    def of(cls, model: PolicyModel, *, index: int, step: int, ranks: Ranks) -> "Reference":
+    def of(
+        cls,
+        model: PolicyModel,
+        *,
+        index: int,
+        step: int,
+        ranks: Ranks,
+        placement: ReferencePlacement = ReferencePlacement.device,
+    ) -> "Reference":
         """A copy of the policy as it is now."""
-        tensors = {name: p.detach().clone() for name, p in model.named_weights()}
+        tensors = {
+            name: _copy(p.detach(), placement=placement, ranks=ranks)
+            for name, p in model.named_weights()
+        }
         sha256 = hash_tensors(tensors, ranks=ranks)
         return cls(tensors, ReferenceIdentity(index=index, step=step, sha256=sha256))
+
+    @classmethod
+    def blank(
+        cls,
+        model: PolicyModel,
+        identity: ReferenceIdentity,
+        *,
+        ranks: Ranks,
+        placement: ReferencePlacement = ReferencePlacement.device,
+    ) -> "Reference":
+        """Tensors of the right shapes in the right place, for a checkpoint to fill."""
+        tensors = {
+            name: _copy(p.detach(), placement=placement, ranks=ranks)
+            for name, p in model.named_weights()
+        }
+        return cls(tensors, identity)
 
     @contextmanager
     def in_place(self, model: PolicyModel) -> Iterator[None]:
@@ -75,6 +105,12 @@ class Reference:
                 kept = here.clone()
                 here.copy_(there)
                 there.copy_(kept)
+
+
+def _copy(tensor: Tensor, *, placement: ReferencePlacement, ranks: Ranks) -> Tensor:
+    if placement is ReferencePlacement.cpu:
+        return copy_to_memory(tensor, ranks=ranks)
+    return tensor.clone()
 
 
 def hash_tensors(tensors: dict[str, Tensor], *, ranks: Ranks) -> str:

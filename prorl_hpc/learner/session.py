@@ -6,6 +6,7 @@ prepare start (rank 0) -> join -> load newest checkpoint or begin -> connect -> 
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
@@ -25,14 +26,13 @@ from prorl_hpc.learner.optimizer import build_optimizer
 from prorl_hpc.learner.output import Outputs
 from prorl_hpc.learner.publish import publish_start
 from prorl_hpc.learner.record import Recorder, log
-from prorl_hpc.learner.reference import Reference
 from prorl_hpc.learner.reset import ResetState, state_to_json
 from prorl_hpc.learner.shared import Client, SharedClient
 from prorl_hpc.learner.stages import check_stages
 from prorl_hpc.learner.step import Stepper
+from prorl_hpc.learner.together import on_all, on_first
 from prorl_hpc.learner.train import Loop
 from prorl_hpc.learner.warmup import prepare_start
-from prorl_hpc.policy import discard_newer
 from prorl_hpc.recipe import Recipe, load_recipe
 from prorl_hpc.run import Run
 
@@ -133,7 +133,9 @@ def train(
     try:
         if recipe.learner.deterministic:
             use_determinism(ranks.device)
-        _prepare(recipe, run, ranks=ranks)
+        stopped = _prepare(recipe, run, ranks=ranks, stop_reason=stop_reason)
+        if stopped is not None:
+            return stopped
         loop, resumed = build_loop(
             recipe, run, ranks=ranks, connect=connect, read=read, stop_reason=stop_reason
         )
@@ -148,17 +150,14 @@ def train(
             leave(ranks)
 
 
-def _prepare(recipe: Recipe, run: Run, *, ranks: Ranks) -> None:
-    """Rank 0 makes the starting policy; what goes wrong there is raised on every rank."""
-    problem: Exception | None = None
-    if ranks.is_first:
-        try:
-            prepare_start(recipe, run, device=ranks.device)
-        except (HpcError, OSError) as err:
-            problem = err
-    problem = ranks.broadcast(problem)
-    if problem is not None:
-        raise problem
+def _prepare(
+    recipe: Recipe, run: Run, *, ranks: Ranks, stop_reason: Callable[[], str | None]
+) -> str | None:
+    """Rank 0 makes the starting policy; why it was stopped before it had one, else None."""
+    return on_first(
+        ranks,
+        lambda: prepare_start(recipe, run, device=ranks.device, stop_reason=stop_reason),
+    )
 
 
 def build_loop(
@@ -173,53 +172,32 @@ def build_loop(
     """The loop at its newest checkpoint (true), or at step 0 with version 0 published (false)."""
     started = time.monotonic()
     torch.manual_seed(recipe.seed)
-    model = build_policy(
-        run.model_start,
-        recipe.model,
-        ranks=ranks,
-        chunk_tokens=recipe.learner.head_chunk_tokens,
-    )
-    optimizer = build_optimizer([p for _, p in model.named_weights()], config=recipe.algorithm)
-    stepper = Stepper(
-        model=model,
-        optimizer=optimizer,
-        algorithm=recipe.algorithm,
-        objective=objective_config(recipe.algorithm, max_new_tokens=recipe.rollout.max_new_tokens),
-        ranks=ranks,
-        tokens_per_micro_batch=recipe.learner.tokens_per_micro_batch,
-    )
+    stepper = on_all(ranks, lambda: _build_stepper(recipe, run, ranks=ranks))
     found = load_newest(run, ranks=ranks, report=log)
     if found is None:
-        state = _first_state()
-        if stepper.objective.needs_reference:
-            stepper.reference = Reference.of(model, index=0, step=0, ranks=ranks)
-        if ranks.is_first:
-            discard_newer(run, 0)
-            publish_start(run)
+        state = _begin(run, stepper)
     else:
         path, state = found
-        stepper.reference = restore(
-            path,
-            state,
-            model=model,
-            optimizer=optimizer,
-            with_reference=stepper.objective.needs_reference,
-            ranks=ranks,
-        )
-        if stepper.objective.needs_reference and stepper.reference is None:
-            # The coefficient was 0 before: the reference begins here.
-            index = int(state.reset.get("num_resets", 0))
-            stepper.reference = Reference.of(model, index=index, step=state.step, ranks=ranks)
-        if ranks.is_first:
-            discard_newer(run, state.step + state.roll_backs)
+        _resume(stepper, path=path, state=state)
     ranks.barrier()
     if ranks.is_first:
         where = "starting" if found is None else f"resuming at step {state.step}"
         log(f"{where} on {ranks.world} ranks after {time.monotonic() - started:.1f} s")
     is_over = state.decided_step >= state.step >= recipe.steps
-    client = None
-    if ranks.is_first:
+    outputs = Outputs(
+        run=run,
+        config=recipe.learner,
+        ranks=ranks,
+        stopping=lambda: stop_reason() is not None,
+    )
+    made: list[tuple[Client, Recorder]] = []
+
+    def make() -> None:
         client = SharedClient(connect(patience_seconds=patience(recipe, is_over=is_over)))
+        made.append((client, Recorder(run, space=outputs.space)))
+
+    on_first(ranks, make)
+    client, recorder = made[0] if made else (None, None)
     loop = Loop(
         recipe=recipe,
         run=run,
@@ -228,11 +206,55 @@ def build_loop(
         state=state,
         client=client,  # type: ignore[arg-type]
         read=read,  # type: ignore[arg-type]
-        recorder=Recorder(run) if ranks.is_first else None,  # type: ignore[arg-type]
-        outputs=Outputs(run=run, config=recipe.learner, ranks=ranks),
+        recorder=recorder,  # type: ignore[arg-type]
+        outputs=outputs,
         stop_reason=stop_reason,
     )
     return loop, found is not None
+
+
+def _build_stepper(recipe: Recipe, run: Run, *, ranks: Ranks) -> Stepper:
+    """Model (the starting policy), optimizer and objective, without a reference."""
+    model = build_policy(
+        run.model_start,
+        recipe.model,
+        ranks=ranks,
+        chunk_tokens=recipe.learner.head_chunk_tokens,
+    )
+    optimizer = build_optimizer([p for _, p in model.named_weights()], config=recipe.algorithm)
+    return Stepper(
+        model=model,
+        optimizer=optimizer,
+        algorithm=recipe.algorithm,
+        objective=objective_config(recipe.algorithm, max_new_tokens=recipe.rollout.max_new_tokens),
+        ranks=ranks,
+        tokens_per_micro_batch=recipe.learner.tokens_per_micro_batch,
+        reference_placement=recipe.learner.reference_placement,
+    )
+
+
+def _begin(run: Run, stepper: Stepper) -> LearnerState:
+    """Step 0: the starting policy is version 0, and the reference."""
+    stepper.renew_reference(index=0, step=0)
+    on_first(stepper.ranks, lambda: publish_start(run))
+    return _first_state()
+
+
+def _resume(stepper: Stepper, *, path: Path, state: LearnerState) -> None:
+    """Fills the stepper from a checkpoint."""
+    stepper.reference = restore(
+        path,
+        state,
+        model=stepper.model,
+        optimizer=stepper.optimizer,
+        with_reference=stepper.objective.needs_reference,
+        ranks=stepper.ranks,
+        placement=stepper.reference_placement,
+    )
+    if stepper.reference is None:
+        # The coefficient was 0 before: the reference begins here.
+        index = int(state.reset.get("num_resets", 0))
+        stepper.renew_reference(index=index, step=state.step)
 
 
 def _first_state() -> LearnerState:

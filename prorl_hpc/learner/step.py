@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from prorl_hpc.choices import KlPlace, ReferencePlacement
 from prorl_hpc.learner.advantage import compute_advantages
 from prorl_hpc.learner.algorithm_error import AlgorithmError
 from prorl_hpc.learner.batches import (
@@ -38,7 +39,7 @@ from prorl_hpc.learner.objective import (
 )
 from prorl_hpc.learner.optimizer import clip_gradients, set_learning_rate
 from prorl_hpc.learner.reference import Reference
-from prorl_hpc.recipe import AlgorithmConfig, KlPlace
+from prorl_hpc.recipe import AlgorithmConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,10 +64,24 @@ class Stepper:
     ranks: Ranks
     tokens_per_micro_batch: int
     reference: Reference | None = None
+    reference_placement: ReferencePlacement = ReferencePlacement.device
     hidden_size: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.hidden_size = int(self.model.network.config.hidden_size)  # type: ignore[union-attr, arg-type]
+
+    def renew_reference(self, *, index: int, step: int) -> None:
+        """The reference becomes the policy as it is now, where the objective needs one."""
+        if self.objective.needs_reference:
+            # The old one goes first: two would be the peak of the run.
+            self.reference = None
+            self.reference = Reference.of(
+                self.model,
+                index=index,
+                step=step,
+                ranks=self.ranks,
+                placement=self.reference_placement,
+            )
 
     def run(
         self, samples: Sequence[Sample], shaped_rewards: Sequence[float], *, step: int

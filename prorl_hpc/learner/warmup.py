@@ -4,47 +4,48 @@ Rank 0 alone runs this, once per run; the result at `run.model_start` is what ev
 engine and every later attempt starts from. Knows tasks and tokenizers; no buffer.
 """
 
+import hashlib
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
+import msgspec
 import torch
-from numpy.typing import NDArray
 
 from prorl_hpc.agents.characters import build_character_tokenizer
-from prorl_hpc.agents.render import load_tokenizer, render_prompt, stop_ids
-from prorl_hpc.learner.attention import document_layout
+from prorl_hpc.agents.render import load_tokenizer
+from prorl_hpc.learner.demonstrations import Demonstrations
 from prorl_hpc.learner.distributed import Ranks
 from prorl_hpc.learner.model import ModelError, PolicyModel, build_policy, gather_weights
 from prorl_hpc.learner.publish import copy_companions
-from prorl_hpc.learner.record import log
+from prorl_hpc.learner.record import Recorder, log
+from prorl_hpc.learner.space import SpaceWait
+from prorl_hpc.learner.teach import Teacher
 from prorl_hpc.learner.weights import save_weights
 from prorl_hpc.policy import PolicyError, publish_directory, verify_policy
-from prorl_hpc.recipe import Recipe, WarmupConfig
-from prorl_hpc.records import Instance, Kind
+from prorl_hpc.recipe import LoraConfig, Recipe
 from prorl_hpc.run import Run
 
 
-class DemonstratingTask(Protocol):
-    """A task that can show what a good answer looks like."""
+def prepare_start(
+    recipe: Recipe,
+    run: Run,
+    *,
+    device: torch.device,
+    stop_reason: Callable[[], str | None] = lambda: None,
+) -> str | None:
+    """Makes `run.model_start` unless it is there already, whole.
 
-    def size(self, kind: Kind) -> int: ...
-
-    def instance(self, index: int, *, kind: Kind) -> Instance: ...
-
-    def demonstration(self, instance: Instance) -> str | None: ...
-
-
-def prepare_start(recipe: Recipe, run: Run, *, device: torch.device) -> None:
-    """Makes `run.model_start` unless it is there already, whole."""
+    None, or why it was stopped in the middle of the warm-up: the next call goes on there.
+    """
     try:
         verify_policy(run.model_start)
     except PolicyError:
         pass
     else:
-        return
+        return None
     run.root.mkdir(parents=True, exist_ok=True)
     bare = run.model_start.with_name(".start.bare")
     shutil.rmtree(bare, ignore_errors=True)
@@ -54,7 +55,7 @@ def prepare_start(recipe: Recipe, run: Run, *, device: torch.device) -> None:
             build_from_scratch(recipe, bare)
         else:
             fetch_pretrained(recipe.model.path, bare)
-        _publish_taught(recipe, bare, run.model_start, device=device)
+        return _publish_taught(recipe, run, bare, device=device, stop_reason=stop_reason)
     finally:
         shutil.rmtree(bare, ignore_errors=True)
 
@@ -113,116 +114,76 @@ def _save(network: Any, directory: Path) -> None:
     save_weights({name: p.detach().cpu() for name, p in network.named_parameters()}, directory)
 
 
-def _publish_taught(recipe: Recipe, bare: Path, target: Path, *, device: torch.device) -> None:
+def _publish_taught(
+    recipe: Recipe,
+    run: Run,
+    bare: Path,
+    *,
+    device: torch.device,
+    stop_reason: Callable[[], str | None],
+) -> str | None:
     ranks = Ranks(rank=0, world=1, device=device)
-    model = build_policy(bare, recipe.model, ranks=ranks, chunk_tokens=4096)
+    # Demonstrations teach all weights: what they make is the base that adapters begin from.
+    whole = replace(recipe.model, lora=LoraConfig())
+    model = build_policy(bare, whole, ranks=ranks, chunk_tokens=4096)
+    space = SpaceWait(
+        limit_seconds=recipe.learner.batch_seconds,
+        stopping=lambda: stop_reason() is not None,
+        report=log,
+    )
     if recipe.warmup.steps > 0:
-        from prorl_hpc.tasks.registry import make_tasks
-
-        tasks: dict[str, Any] = make_tasks(recipe)
-        weights = {name: recipe.tasks[name].weight for name in tasks}
-        examples = demonstrations(
-            tasks, weights, load_tokenizer(bare), seed=recipe.seed, longest=recipe.warmup.max_tokens
-        )
-        teach(model, examples, config=recipe.warmup, device=device)
+        stopped = _teach(recipe, run, bare, model, space=space, stop_reason=stop_reason)
+        if stopped is not None:
+            return stopped
     weights_now = gather_weights(model, dtype=model.dtype, ranks=ranks)
 
     def write(directory: Path) -> None:
         copy_companions(bare, directory)
         save_weights(weights_now, directory)
 
-    publish_directory(target, version=0, step=0, write=write)
-
-
-Example = tuple[NDArray[np.int64], int]
-"""Token ids of a prompt with its answer, and where the answer begins."""
-
-
-def demonstrations(
-    tasks: dict[str, DemonstratingTask],
-    weights: dict[str, float],
-    tokenizer: Any,
-    *,
-    seed: int,
-    longest: int,
-) -> Iterator[Example]:
-    """Endless examples of the training split, the tasks mixed by weight; equal seeds, equal ones.
-
-    Raises ModelError when no task gives a demonstration that fits.
-    """
-    rng = np.random.default_rng([seed, 0x5F7])
-    names = sorted(name for name in tasks if weights[name] > 0)
-    share = np.array([weights[name] for name in names])
-    end = stop_ids(tokenizer)[0]
-    misses = 0
-    while True:
-        task = tasks[names[int(rng.choice(len(names), p=share / share.sum()))]]
-        index = int(rng.integers(task.size(Kind.train)))
-        instance = task.instance(index, kind=Kind.train)
-        answer = task.demonstration(instance)
-        if answer is not None:
-            prompt = render_prompt(tokenizer, instance.messages)
-            ids = [*prompt, *tokenizer.encode(answer, add_special_tokens=False), end]
-            if len(ids) <= longest:
-                misses = 0
-                yield np.array(ids, dtype=np.int64), len(prompt)
-                continue
-        misses += 1
-        if misses >= 1000:
-            raise ModelError(
-                f"warmup.steps: none of 1000 instances of {', '.join(names)} has a demonstration "
-                f"of at most warmup.max_tokens={longest}; set warmup.steps=0 or raise it"
-            )
-
-
-def teach(
-    model: PolicyModel, examples: Iterator[Example], *, config: WarmupConfig, device: torch.device
-) -> float:
-    """Supervised steps on the answers; returns the last loss (nats per token)."""
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=config.learning_rate, weight_decay=0.0, foreach=False
+    space.write(
+        "the starting policy",
+        lambda: publish_directory(run.model_start, version=0, step=0, write=write),
     )
-    loss = torch.zeros(())
-    for step in range(config.steps):
-        for group in optimizer.param_groups:
-            group["lr"] = config.learning_rate * _rate(step, config.steps)
-        batch = [next(examples) for _ in range(config.batch)]
-        loss = -_answer_logprobs(model, batch, device=device).mean()
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()  # type: ignore[no-untyped-call]
-        loss = loss.detach()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=False)
-        optimizer.step()
-        if step % 20 == 0 or step == config.steps - 1:
-            log(f"warm-up step {step + 1} of {config.steps}: loss {float(loss):.3f}")
-    optimizer.zero_grad(set_to_none=True)
-    return float(loss)
+    run.warmup.unlink(missing_ok=True)
+    return None
 
 
-def _rate(step: int, steps: int) -> float:
-    """Warm up over a tenth, then fall linearly to a tenth."""
-    rise = max(1, steps // 10)
-    return min((step + 1) / rise, 1.0 - 0.9 * step / max(steps, 1))
+def _teach(
+    recipe: Recipe,
+    run: Run,
+    bare: Path,
+    model: PolicyModel,
+    *,
+    space: SpaceWait,
+    stop_reason: Callable[[], str | None],
+) -> str | None:
+    """The warm-up, from where an earlier attempt has left it; None, or why it was stopped."""
+    from prorl_hpc.tasks.registry import make_tasks
 
-
-def _answer_logprobs(
-    model: PolicyModel, batch: Sequence[Example], *, device: torch.device
-) -> torch.Tensor:
-    starts = np.cumsum([0, *(ids.shape[0] for ids, _ in batch)])
-    flat = torch.from_numpy(np.concatenate([ids for ids, _ in batch])).to(device)
-    answers = torch.from_numpy(
-        np.concatenate(
-            [
-                np.arange(start + begin, start + ids.shape[0])
-                for start, (ids, begin) in zip(starts, batch, strict=False)
-            ]
+    tasks: dict[str, Any] = make_tasks(recipe)
+    weights = {name: recipe.tasks[name].weight for name in tasks}
+    examples = Demonstrations(
+        tasks, weights, load_tokenizer(bare), seed=recipe.seed, longest=recipe.warmup.max_tokens
+    )
+    recorder = Recorder(run, space=space, tensorboard=False)
+    try:
+        teacher = Teacher(
+            model=model,
+            examples=examples,
+            config=recipe.warmup,
+            device=next(model.parameters()).device,
+            path=run.warmup,
+            fingerprint=_fingerprint(recipe),
+            report=recorder.warmup,
         )
-    ).to(device)
-    logprobs: torch.Tensor = model(
-        flat,
-        document_layout([ids.shape[0] for ids, _ in batch], device=device),
-        answers - 1,
-        flat[answers],
-        torch.ones(answers.shape[0], device=device),
-    ).logprobs
-    return logprobs
+        teacher.go_on()
+        return teacher.run(stop_reason=stop_reason)
+    finally:
+        recorder.close()
+
+
+def _fingerprint(recipe: Recipe) -> str:
+    """Of what the warm-up depends on."""
+    parts = (recipe.warmup, recipe.model, recipe.tasks, recipe.seed)
+    return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()

@@ -5,11 +5,14 @@ exceed the size of one file.
 """
 
 import json
+import os
+import re
 from pathlib import Path
 
 from torch import Tensor
 
 from hpc.errors import UserError
+from hpc.files import sync_file
 
 FILE_BYTES = 5 << 30
 """Largest weight file, unless one tensor alone is larger."""
@@ -63,8 +66,6 @@ def save_weights(
     weights: dict[str, Tensor], directory: Path, *, file_bytes: int = FILE_BYTES
 ) -> None:
     """Writes the weights below `directory`; durability is the caller's (see `prorl_hpc.policy`)."""
-    from safetensors.torch import save_file
-
     parts: list[dict[str, Tensor]] = [{}]
     size = 0
     for name, tensor in weights.items():
@@ -74,13 +75,39 @@ def save_weights(
         parts[-1][name] = tensor.contiguous()
         size += tensor.nbytes
     if len(parts) == 1:
-        save_file(parts[0], directory / SINGLE, metadata={"format": "pt"})
+        write_tensors(parts[0], directory / SINGLE)
         return
     placed: dict[str, str] = {}
     for number, part in enumerate(parts, start=1):
         file = f"model-{number:05d}-of-{len(parts):05d}.safetensors"
-        save_file(part, directory / file, metadata={"format": "pt"})
+        write_tensors(part, directory / file)
         placed |= dict.fromkeys(part, file)
     total = sum(tensor.nbytes for tensor in weights.values())
     index = {"metadata": {"total_size": total}, "weight_map": placed}
     (directory / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True))
+
+
+def write_tensors(
+    tensors: dict[str, Tensor],
+    path: Path,
+    *,
+    facts: dict[str, str] | None = None,
+    durable: bool = False,
+) -> None:
+    """One file, with `facts` in its header.
+
+    What the system refuses is an OSError with its number, as everywhere else.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file(tensors, path, metadata={"format": "pt"} if facts is None else facts)
+    except SafetensorError as err:
+        found = re.search(r"os error (\d+)", str(err))
+        if found is None:
+            raise
+        number = int(found[1])
+        raise OSError(number, os.strerror(number), str(path)) from err
+    if durable:
+        sync_file(path)

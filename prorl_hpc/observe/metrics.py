@@ -4,6 +4,7 @@ A line is one JSON object with `time` (seconds since the epoch). Values that JSO
 infinities) become null. A line torn by a crash is skipped by the reader, never an error.
 """
 
+import errno
 import json
 import math
 import os
@@ -36,7 +37,10 @@ class MetricsWriter:
         with self._lock:
             if self._descriptor < 0:
                 raise ValueError(f"metrics file {self._path} is closed")
-            os.write(self._descriptor, line)
+            before = os.fstat(self._descriptor).st_size
+            if os.write(self._descriptor, line) < len(line):
+                os.ftruncate(self._descriptor, before)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
 
     def close(self) -> None:
         with self._lock:

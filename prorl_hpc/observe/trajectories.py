@@ -16,16 +16,21 @@ class GroupMissing(UserError, KeyError):
     __str__ = Exception.__str__
 
 
-def read_group(run: Run, group_id: int) -> Group:
-    """The group's usable trajectories; raises GroupMissing naming what there is."""
+def read_group(run: Run, number: int, *, validation: int | None = None) -> Group:
+    """The usable trajectories of a training group, or of one of the validation of a version.
+
+    Raises GroupMissing naming what there is.
+    """
     from prorl_hpc.buffer.export import closed_groups
     from prorl_hpc.buffer.groups import reference
     from prorl_hpc.buffer.reader import GroupReader
+    from prorl_hpc.buffer.validation import IDS_PER_VERSION, first_group
 
     closed = {line.group: line for line in closed_groups(run)}
-    if group_id not in closed:
-        there = f"closed: {min(closed)} to {max(closed)}" if closed else "none is closed yet"
-        raise GroupMissing(f"group {group_id} of run {run.name!r} isn't in its buffer ({there})")
+    group_id = number if validation is None else first_group(validation) + number
+    fits = number >= 0 and (validation is None or number < IDS_PER_VERSION)
+    if not fits or (validation is None and number >= first_group(0)) or group_id not in closed:
+        raise GroupMissing(_missing(run, number, validation, ids=sorted(closed)))
     reader = GroupReader(run)
     try:
         return reader.read(reference(closed[group_id]))
@@ -33,6 +38,23 @@ def read_group(run: Run, group_id: int) -> Group:
         raise err if isinstance(err, UserError) else UserError(str(err)) from err
     finally:
         reader.close()
+
+
+def _missing(run: Run, number: int, validation: int | None, *, ids: Sequence[int]) -> str:
+    """What was asked for, and what there is, in the numbers that the user may type."""
+    from prorl_hpc.buffer.validation import place
+
+    train = [group for group in ids if place(group) is None]
+    versions: dict[int, int] = {}
+    for found in filter(None, map(place, ids)):
+        versions[found[0]] = versions.get(found[0], 0) + 1
+    there = [f"closed: {train[0]} to {train[-1]}"] if train else []
+    if versions:
+        groups = ", ".join(f"{version} ({count} groups)" for version, count in versions.items())
+        there.append(f"--validation of version {groups}")
+    of = "" if validation is None else f" of the validation of version {validation}"
+    listed = "; ".join(there) or "none is closed yet"
+    return f"group {number}{of} of run {run.name!r} isn't in its buffer ({listed})"
 
 
 def load_decoder(run: Run) -> Decode:
@@ -64,10 +86,18 @@ def _tokenizer_file(run: Run) -> Path | None:
 
 def describe_group(group: Group, *, decode: Decode, only: int | None = None) -> str:
     """Every trajectory with its reward; what the policy sampled stands between bars."""
+    from prorl_hpc.buffer.validation import place
+
+    found = place(group.group_id)
+    number, of = (group.group_id, "train") if found is None else (found[1], "validation")
     title = (
-        f"group {group.group_id}: {group.kind.value}, task {group.task}, "
-        f"instance {group.instance_id}, {len(group.trajectories)} usable rollouts"
+        f"group {number}: {of}{'' if found is None else f' of version {found[0]}'}, "
+        f"task {group.task}, instance {group.instance_id}, "
+        f"{len(group.trajectories)} usable rollouts"
     )
+    there = [one.rollout_index for one in group.trajectories]
+    if only is not None and only not in there:
+        raise GroupMissing(f"rollout {only} of group {number} isn't usable; usable are {there}")
     parts = [title]
     for one in group.trajectories:
         if only is None or one.rollout_index == only:

@@ -4,41 +4,46 @@ Waits are bounded and name who is missing. Knows how the parts fit; does no work
 """
 
 import asyncio
+import contextlib
 import hashlib
 import logging
 import shutil
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 from hpc import endpoints
 from hpc.allocation import Allocation, StopFlag, cpu_count
-from hpc.errors import HpcError
+from hpc.errors import HpcError, ImageError
 from prorl_hpc.agents.registry import make_agent
 from prorl_hpc.agents.render import load_tokenizer, render_prompt
 from prorl_hpc.buffer.client import RolloutClient, locate_buffer
 from prorl_hpc.buffer.keys import load_client_keys
 from prorl_hpc.inference.pool import make_engine
 from prorl_hpc.observe.metrics import MetricsWriter
+from prorl_hpc.over import LearnerWatch, learner_end
 from prorl_hpc.policy import PolicyError, latest_version, verify_policy
-from prorl_hpc.recipe import EnvironmentKind, Recipe, load_recipe
+from prorl_hpc.recipe import Recipe, load_recipe
 from prorl_hpc.records import Kind
 from prorl_hpc.rollout.health import Health
 from prorl_hpc.rollout.pipeline import Parts, Pipeline
 from prorl_hpc.rollout.scoring import VerifierPool
+from prorl_hpc.rollout.serving import Serving, is_served, open_served
 from prorl_hpc.rollout.spool import Spool
 from prorl_hpc.rollout.versions import Versions
 from prorl_hpc.rollout.worker import End, Terms, Worker
 from prorl_hpc.run import Run
 from prorl_hpc.tasks.base import Task
-from prorl_hpc.tasks.environment_task import MakeEnvironment
+from prorl_hpc.tasks.environment_task import EnvironmentTask, MakeEnvironment
 from prorl_hpc.tasks.registry import make_tasks
 
 log = logging.getLogger("prorl_hpc.rollout")
 
 POLL_SECONDS = 0.2
+SILENT_SECONDS = 10.0
+"""A buffer that says nothing for so long may have left: the ledger knows."""
 
 T = TypeVar("T")
 
@@ -53,15 +58,24 @@ async def work(run: Run, *, allocation: Allocation, stop: StopFlag) -> End:
     Raises UserError for what the user must mend, EndpointTimeout and PeerMissing for absent peers.
     """
     recipe = load_recipe(run.recipe)
+    if (over := learner_end(run)) and over.finished:
+        return End(reason=over.reason, finished=True)
     tasks = make_tasks(recipe)
     await asyncio.to_thread(_await_buffer, run, recipe, stop)
-    version = await _await_policy(run, recipe, stop=stop)
+    version = await await_policy(run, recipe, stop=stop)
     async with AsyncExitStack() as stack:
         tokenizer = await asyncio.to_thread(load_tokenizer, _tokenizer_path(run, version))
         await asyncio.to_thread(check_prompts, recipe, tasks, tokenizer)
-        pipeline, versions = await _open_pipeline(
-            stack, run, recipe, tasks=tasks, tokenizer=tokenizer, version=version,
-            allocation=allocation,
+        environments = environments_directory(allocation)
+        make_environment = await asyncio.to_thread(open_environments, stack, tasks, environments)
+        if is_served(recipe):
+            serving = await open_served(stack, run, recipe, version=version, stop=stop)
+        else:
+            engine, digest = await stack.enter_async_context(engine_at(recipe, run, version))
+            serving = Serving(engine=engine, versions=Versions(engine, run=run, digest=digest))
+        pipeline = _make_pipeline(
+            stack, recipe, tasks=tasks, tokenizer=tokenizer, serving=serving,
+            make_environment=make_environment, allocation=allocation,
         )  # fmt: skip
         connecting = RolloutClient.connect(
             locate_buffer(run),
@@ -79,14 +93,28 @@ async def work(run: Run, *, allocation: Allocation, stop: StopFlag) -> End:
         worker = Worker(
             client=client,
             pipeline=pipeline,
-            versions=versions,
+            versions=serving.versions,
             spool=spool,
             health=Health(),
             terms=terms_of(recipe),
-            stop_reason=lambda: stop.reason,
-            report=_reporter(metrics, allocation),
+            stop_reason=lambda: stop.reason or serving.missing(),
+            run_over=_run_over(run, client),
+            report=_reporter(metrics, allocation, more=serving.metrics),
         )
         return await worker.run()
+
+
+def _run_over(run: Run, client: RolloutClient) -> Callable[[], str]:
+    """Whether all steps are done, for a node that the buffer left without telling it."""
+    watch = LearnerWatch(run)
+
+    def reason() -> str:
+        if client.silent_seconds < SILENT_SECONDS:
+            return ""
+        end = watch()
+        return end.reason if end is not None and end.finished else ""
+
+    return reason
 
 
 async def unless_stopped(peer: Coroutine[Any, Any, T], stop: StopFlag) -> T:
@@ -148,11 +176,14 @@ def _tokenizer_path(run: Run, version: int) -> Path:
 
 
 @asynccontextmanager
-async def engine_at(recipe: Recipe, run: Run, version: int) -> AsyncIterator[Any]:
-    """The engine, started with a verified version: this one, or the newest once it is gone."""
+async def engine_at(recipe: Recipe, run: Run, version: int) -> AsyncIterator[tuple[Any, str]]:
+    """The engine, started with a verified version: this one, or the newest once it is gone.
+
+    With it the digest of the manifest it was started from.
+    """
     while True:
         try:
-            engine = await _start_engine(recipe, run, version)
+            engine, digest = await _start_engine(recipe, run, version)
             break
         except (HpcError, OSError):
             newest = latest_version(run)
@@ -161,69 +192,74 @@ async def engine_at(recipe: Recipe, run: Run, version: int) -> AsyncIterator[Any
             log.info("version %d was removed meanwhile; starting with %d", version, newest)
             version = newest
     try:
-        yield engine
+        yield engine, digest
     finally:
         await engine.close()
 
 
-async def _start_engine(recipe: Recipe, run: Run, version: int) -> Any:
+async def _start_engine(recipe: Recipe, run: Run, version: int) -> tuple[Any, str]:
     path = run.policy(version)
-    await asyncio.to_thread(verify_policy, path)
+    manifest = await asyncio.to_thread(verify_policy, path)
     engine = make_engine(recipe, path=path, version=version)
     try:
         await engine.start()
     except BaseException:
         await engine.close()
         raise
-    return engine
+    return engine, manifest.digest
 
 
-async def _open_pipeline(
+def _make_pipeline(
     stack: AsyncExitStack,
-    run: Run,
     recipe: Recipe,
     *,
     tasks: dict[str, Task],
     tokenizer: Any,
-    version: int,
+    serving: Serving,
+    make_environment: MakeEnvironment | None,
     allocation: Allocation,
-) -> tuple[Pipeline, Versions]:
-    make_environment = _open_environments(stack, recipe, allocation)
-    engine = await stack.enter_async_context(engine_at(recipe, run, version))
-    versions = Versions(engine, run=run)
+) -> Pipeline:
     scorer = VerifierPool(
         recipe.tasks,
         seed=recipe.seed,
         num_workers=min(recipe.rollout.eval_workers, max(cpu_count(), 1)),
     )
     stack.push_async_callback(scorer.close)
-    pipeline = Pipeline(
+    return Pipeline(
         Parts(
             recipe=recipe,
             tasks=tasks,
             agents={n: make_agent(c, tokenizer=tokenizer) for n, c in recipe.tasks.items()},
             tokenizer=tokenizer,
-            engine=engine,
-            versions=versions,
+            engine=serving.engine,
+            versions=serving.versions,
+            limits=serving.limits,
             scorer=scorer,
             make_environment=make_environment,
             worker=worker_name(allocation),
             attempt=allocation.attempt,
         )
     )
-    return pipeline, versions
 
 
-def _open_environments(
-    stack: AsyncExitStack, recipe: Recipe, allocation: Allocation
+def open_environments(
+    stack: AsyncExitStack, tasks: Mapping[str, Task], scratch: Path
 ) -> MakeEnvironment | None:
-    kinds = {task.environment for task in recipe.tasks.values()}
-    if kinds <= {EnvironmentKind.none}:
+    """The factory of this node; None where no task needs one. Blocking.
+
+    Raises IsolationError, with the admin's fix, before any work is drawn.
+    """
+    sandboxed = [task for task in tasks.values() if isinstance(task, EnvironmentTask)]
+    if not sandboxed:
         return None
     from prorl_hpc.environment.factory import EnvironmentFactory
 
-    factory = EnvironmentFactory(environments_directory(allocation))
+    factory = EnvironmentFactory(scratch)
     stack.callback(factory.close)
+    for task in sandboxed:
+        # an image that is missing may be one instance's alone: that attempt will tell
+        with contextlib.suppress(ImageError):
+            factory.check(task.environment_spec(task.instance(0, kind=Kind.validation)))
     return factory.create
 
 
@@ -237,7 +273,7 @@ def _await_buffer(run: Run, recipe: Recipe, stop: StopFlag) -> None:
     )
 
 
-async def _await_policy(run: Run, recipe: Recipe, *, stop: StopFlag) -> int:
+async def await_policy(run: Run, recipe: Recipe, *, stop: StopFlag) -> int:
     """The newest published version, once there is one."""
     deadline = time.monotonic() + recipe.buffer.peer_seconds
     while not stop.stopping and time.monotonic() < deadline:
@@ -254,7 +290,9 @@ async def _await_policy(run: Run, recipe: Recipe, *, stop: StopFlag) -> int:
     raise PeerMissing(f"no policy was published ({why}); learner: {culprit}")
 
 
-def _reporter(metrics: MetricsWriter, allocation: Allocation) -> Callable[[Worker], None]:
+def _reporter(
+    metrics: MetricsWriter, allocation: Allocation, *, more: Callable[[], dict[str, object]]
+) -> Callable[[Worker], None]:
     """Writes a row of totals and rates, and the progress that keeps the chain going."""
     before = _progress_before(allocation)
     last = (time.monotonic(), 0, 0)
@@ -277,6 +315,7 @@ def _reporter(metrics: MetricsWriter, allocation: Allocation) -> Callable[[Worke
                 stage_seconds=counters.stage_seconds,
                 spool_bytes=worker.spool.num_bytes,
                 note=worker.versions.last_error or worker.health.note,
+                **more(),
             )
             allocation.record_progress(before + counters.stored)
         except OSError as err:  # a full disk must not end the node

@@ -13,22 +13,29 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from hpc.errors import HpcError
 from hpc.isolation import Isolation
-from prorl_hpc.agents.episode import Agent, Conversation, Limits
-from prorl_hpc.environment.base import EndReason, Environment, EnvironmentEnded
+from prorl_hpc.agents.episode import Agent, Conversation, Furnisher, Limits
+from prorl_hpc.environment.base import (
+    EndReason,
+    Environment,
+    EnvironmentEnded,
+    EnvironmentSpec,
+)
 from prorl_hpc.inference.engine import Engine, EngineError, Sampling
 from prorl_hpc.recipe import Recipe, TaskConfig
 from prorl_hpc.records import Instance, Kind, Lease, Outcome, Score, Trajectory
 from prorl_hpc.rollout.instances import Instances
+from prorl_hpc.rollout.limits import TimeLimits
 from prorl_hpc.rollout.scoring import VerifierTimeout
 from prorl_hpc.rollout.verifier import Request
 from prorl_hpc.rollout.versions import Versions
 from prorl_hpc.tasks.base import Task, VerifierError
 from prorl_hpc.tasks.environment_task import EnvironmentTask, MakeEnvironment
+from prorl_hpc.tasks.session_task import Session, SessionTask
 
 log = logging.getLogger("prorl_hpc.rollout")
 
@@ -57,6 +64,7 @@ class Parts:
     make_environment: MakeEnvironment | None
     worker: str
     attempt: int
+    limits: TimeLimits = field(default_factory=TimeLimits)
     clock: Callable[[], float] = time.monotonic
 
 
@@ -76,6 +84,7 @@ class _Attempt:
     finish_reason: str = ""
     detail: str = ""
     result: bytes | None = None
+    session: Session | None = None
 
 
 class Pipeline:
@@ -95,6 +104,9 @@ class Pipeline:
         # Asked once per task: `isinstance` of a protocol looks at every attribute, every time.
         self._sandboxed: dict[str, EnvironmentTask] = {
             name: task for name, task in parts.tasks.items() if isinstance(task, EnvironmentTask)
+        }
+        self._sessions: dict[str, SessionTask] = {
+            name: task for name, task in parts.tasks.items() if isinstance(task, SessionTask)
         }
 
     async def produce(self, lease: Lease, rollout_index: int) -> Trajectory:
@@ -122,6 +134,8 @@ class Pipeline:
         finally:
             for version in bound:
                 self._parts.versions.unbind(version)
+            if attempt.session is not None:
+                await attempt.session.close()
         return self._finished(attempt, score, started=started)
 
     @asynccontextmanager
@@ -143,12 +157,24 @@ class Pipeline:
         async with self._stage(attempt, "init"):
             instance = await self._instances.get(self._task(lease), lease)
             attempt.instance = instance
+            if lease.task in self._sessions:
+                attempt.session = self._sessions[lease.task].session(instance)
+                await attempt.session.open()
+                return None
             task = self._sandboxed.get(lease.task)
             if task is None:
                 return None
             if parts.make_environment is None:
                 raise EngineError(f"task {lease.task} needs an environment; this node makes none")
-            environment = parts.make_environment(task.environment_spec(instance))
+            # blocking: the first question for an image reads all of it
+            spec = await asyncio.to_thread(task.environment_spec, instance)
+            agent = parts.agents[lease.task]
+            if not agent.needs_environment:
+                attempt.result = b""  # its answer is all that it leaves behind
+                return None
+            if isinstance(agent, Furnisher):
+                spec = agent.furnish(spec)
+            environment = parts.make_environment(spec)
             try:
                 async with asyncio.timeout(parts.recipe.rollout.environment_seconds):
                     await stack.enter_async_context(environment)
@@ -166,15 +192,22 @@ class Pipeline:
         attempt.conversation = self._conversation(attempt, config)
         async with self._stage(attempt, "run"):
             bound = parts.recipe.rollout.episode_seconds
+            paused = parts.limits.paused_seconds
             try:
-                async with asyncio.timeout(bound) as limit:
-                    await parts.agents[lease.task].run(
-                        attempt.conversation,
-                        messages=attempt.instance.messages,
-                        environment=environment,
-                    )
+                async with parts.limits.timeout(bound) as limit:
+                    agent = parts.agents[lease.task]
+                    if attempt.session is not None:
+                        await attempt.session.lead(agent, attempt.conversation)
+                    else:
+                        await agent.run(
+                            attempt.conversation,
+                            messages=attempt.instance.messages,
+                            environment=environment,
+                        )
             except EnvironmentEnded as err:
                 timed = err.reason in (EndReason.wall, EndReason.idle)
+                if timed and parts.limits.paused_seconds > paused:
+                    raise EngineError(f"nobody served the policy meanwhile: {err}") from err
                 attempt.outcome = Outcome.agent_timeout if timed else Outcome.invalid
                 attempt.finish_reason = "time" if timed else "error"
                 attempt.detail = str(err)
@@ -218,6 +251,8 @@ class Pipeline:
                 return await self._eval_in_environment(attempt, task, config)
             if attempt.outcome is Outcome.agent_timeout:
                 return Score(reward=0.0)
+            if attempt.session is not None:
+                return await attempt.session.score(conversation)
             request = Request(
                 task=lease.task,
                 kind=lease.kind,
@@ -239,22 +274,33 @@ class Pipeline:
     ) -> Score:
         assert attempt.conversation is not None
         assert attempt.instance is not None
-        if attempt.result is None:
+        alone = not self._parts.agents[attempt.lease.task].needs_environment
+        if attempt.result is None or (alone and attempt.outcome is Outcome.agent_timeout):
             return Score(reward=0.0)
-        assert self._parts.make_environment is not None
+        make = self._parts.make_environment
+        assert make is not None
+        opened: list[Environment] = []
+
+        def make_environment(spec: EnvironmentSpec) -> Environment:
+            opened.append(make(spec))
+            return opened[-1]
+
         try:
             async with asyncio.timeout(config.score_timeout_seconds):
-                return await task.score_in(
+                score = await task.score_in(
                     attempt.instance,
                     result=attempt.result,
                     response=attempt.conversation.text,
-                    make_environment=self._parts.make_environment,
+                    make_environment=make_environment,
                 )
         except TimeoutError as err:
             raise VerifierError(
                 f"scoring took more than tasks.{task.name}.score_timeout_seconds="
                 f"{config.score_timeout_seconds:g}"
             ) from err
+        if opened and not attempt.isolation:
+            attempt.isolation = _plain(opened[0].isolation)
+        return score
 
     def _task(self, lease: Lease) -> Task:
         try:
@@ -270,7 +316,9 @@ class Pipeline:
         return Conversation(
             tokenizer=parts.tokenizer,
             engine=parts.engine,
-            sampling=sampling_of(recipe, config, kind=lease.kind),
+            sampling=replace(
+                sampling_of(recipe, config, kind=lease.kind), policy_version=lease.policy_version
+            ),
             limits=Limits(
                 context_tokens=context_tokens, max_new_tokens=most, max_turns=config.max_turns
             ),
@@ -297,10 +345,10 @@ class Pipeline:
             logprobs=logprobs,
             versions=versions,
             reward=float(score.reward),
-            components=dict(score.components),
+            components=score.components | conversation.counts,
             outcome=outcome,
             finish_reason=attempt.finish_reason or conversation.finish_reason,
-            detail=attempt.detail,
+            detail=attempt.detail or conversation.note,
         ).check()
 
     def _failed(self, attempt: _Attempt, detail: str, *, started: float) -> Trajectory:

@@ -118,10 +118,14 @@ class Worker:
         health: Health,
         terms: Terms,
         stop_reason: Callable[[], str],
+        run_over: Callable[[], str] = lambda: "",
         report: Callable[["Worker"], None] = lambda _: None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        """`stop_reason` is empty while the node may go on; `report` is called now and then."""
+        """`stop_reason` is empty while the node may go on; `report` is called now and then.
+
+        `run_over` says why no attempt is to follow where the buffer can't say so any more.
+        """
         self.counters = Counters()
         self.health = health
         self.versions = versions
@@ -130,6 +134,7 @@ class Worker:
         self._client = client
         self._terms = terms
         self._stop_reason = stop_reason
+        self._run_over = run_over
         self._report = report
         self._sleep = sleep
         self._held: dict[int, _Held] = {}
@@ -173,6 +178,9 @@ class Worker:
         while self._end is None:
             if reason := self._stop_reason():
                 self._finish(End(reason=reason))
+                return
+            if reason := self._run_over():
+                self._finish(End(reason=reason, finished=True))
                 return
             done, _ = await asyncio.wait(
                 loops, timeout=POLL_SECONDS, return_when=asyncio.FIRST_COMPLETED

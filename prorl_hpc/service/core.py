@@ -4,12 +4,14 @@ A posted instance takes the place of the task's own: it is prompted and scored a
 """
 
 import copy
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from hpc.errors import HpcError
-from prorl_hpc.inference.engine import Engine, EngineError
+from prorl_hpc.agents.render import decode_answer
+from prorl_hpc.inference.engine import Engine
 from prorl_hpc.records import Instance, Kind, Lease, Message, Score, Trajectory
 from prorl_hpc.rollout.pipeline import Parts, Pipeline, Scorer
 from prorl_hpc.rollout.verifier import Request
@@ -17,6 +19,7 @@ from prorl_hpc.service.schema import JobRequest, PostedInstance, TaskView
 from prorl_hpc.service.store import StoredJob
 from prorl_hpc.tasks.base import Task
 from prorl_hpc.tasks.environment_task import EnvironmentTask
+from prorl_hpc.tasks.session_task import SessionTask
 
 
 class UnknownInstance(HpcError, LookupError):
@@ -26,8 +29,12 @@ class UnknownInstance(HpcError, LookupError):
 class Core:
     """Turns jobs into trajectories."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(
+        self, parts: Parts, *, loaded: Callable[[int, Path], None] = lambda *_: None
+    ) -> None:
+        """`loaded` hears of each version that a client has moved the engine to."""
         self._parts = parts
+        self._loaded = loaded
         self._pipeline = Pipeline(parts)
 
     @property
@@ -59,6 +66,8 @@ class Core:
             raise ValueError("give either index or instance")
         if request.instance is not None and isinstance(task, EnvironmentTask):
             raise ValueError(f"task {request.task!r} works in environments; give an index")
+        if request.instance is not None and isinstance(task, SessionTask):
+            task.check_instance(_instance(request.task, request.instance))
         size = task.size(Kind(request.kind))
         if request.index is not None and request.index >= size:
             raise UnknownInstance(
@@ -84,10 +93,18 @@ class Core:
         return await self._variant(request).produce(lease, sample)
 
     async def load(self, version: int, *, path: Path) -> None:
-        """Moves the engine to a published version in flight. Raises EngineError."""
-        if not path.is_absolute() or not path.is_dir():
-            raise EngineError(f"{path} isn't an absolute path of a directory on this server")
+        """Moves the engine to a published version in flight.
+
+        Raises ValueError for a path that no engine could load, else EngineError.
+        """
+        if not path.is_absolute() or not _is_directory(path):
+            raise ValueError(f"path={str(path)!r} isn't the absolute path of a directory here")
         await self.engine.load(version, path=path)
+        self._loaded(version, path)
+
+    def text(self, ids: Sequence[int]) -> str:
+        """The text of sampled ids."""
+        return decode_answer(self._parts.tokenizer, ids)
 
     def _variant(self, request: JobRequest) -> Pipeline:
         """The pipeline with this request's sampling and instance; stages are shared by all."""
@@ -142,6 +159,13 @@ class _PostedScorer:
         }
         fields["instance"] = self._instance
         return await self._scorer.score(Request(**fields), timeout_seconds=timeout_seconds)
+
+
+def _is_directory(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except (OSError, ValueError):
+        return False
 
 
 def _instance(task: str, posted: PostedInstance) -> Instance:

@@ -8,8 +8,7 @@ attempt's container and its request at the engine.
 
 import asyncio
 import contextlib
-import heapq
-import itertools
+import logging
 import secrets
 import time
 from collections import Counter
@@ -19,8 +18,11 @@ from typing import Protocol
 
 from hpc.errors import HpcError
 from prorl_hpc.records import Trajectory
-from prorl_hpc.service.schema import JobRequest, JobResult, JobState, JobView, sample_of
-from prorl_hpc.service.store import JobStore, StoredJob
+from prorl_hpc.service.places import Places
+from prorl_hpc.service.schema import JobRequest, JobState, JobView, encode_result
+from prorl_hpc.service.store import JobStore, StoredJob, StoreError
+
+log = logging.getLogger("prorl_hpc.service")
 
 SWEEP_SECONDS = 60.0
 
@@ -54,6 +56,8 @@ class Bounds:
     max_unfetched: int = 100_000
     """Results that wait for their clients."""
     keep_fetched_seconds: float = 3600.0
+    keep_unfetched_seconds: float = 7 * 24 * 3600.0
+    """A result that nobody came for is swept."""
     max_retries: int = 3
     """Further attempts after an infrastructure failure, per sample."""
 
@@ -72,39 +76,6 @@ class _Job:
         return sum(t.outcome.usable for t in self.finished.values())
 
 
-class Places:
-    """Places for samples at work; the waiter with the smallest key gets the next one."""
-
-    def __init__(self, number: int) -> None:
-        self._number = number
-        self.num_taken = 0
-        self._waiters: list[tuple[int, int, int, asyncio.Future[None]]] = []
-        self._count = itertools.count()
-
-    async def acquire(self, priority: int, age: int) -> None:
-        """Small priorities first, then small ages."""
-        if self.num_taken < self._number:
-            self.num_taken += 1
-            return
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._waiters, (priority, age, next(self._count), future))
-        try:
-            await future
-        except asyncio.CancelledError:
-            if future.done() and not future.cancelled():
-                self.release()  # it was handed over in the very moment of cancelling
-            raise
-
-    def release(self) -> None:
-        """Hands the place to the next waiter, if any."""
-        while self._waiters:
-            *_, future = heapq.heappop(self._waiters)
-            if not future.done():
-                future.set_result(None)
-                return
-        self.num_taken -= 1
-
-
 class Jobs:
     """All jobs of one service. One event loop."""
 
@@ -115,11 +86,15 @@ class Jobs:
         produce: Produce,
         bounds: Bounds,
         clock: Callable[[], float] = time.time,
+        notify: Callable[[str, JobView], None] | None = None,
     ) -> None:
+        """`notify` is given the callback URL and the view of each job that ends."""
         self._store = store
         self._produce = produce
         self._bounds = bounds
         self._clock = clock
+        self._notify = notify
+        self._unsaved: dict[str, Callable[[], None]] = {}
         self._live: dict[str, _Job] = {}
         self._places = Places(bounds.capacity)
         self._sweeper: asyncio.Task[None] | None = None
@@ -144,6 +119,11 @@ class Jobs:
     @property
     def num_samples_running(self) -> int:
         return self._places.num_taken
+
+    @property
+    def num_unfetched(self) -> int:
+        """Results that wait for their clients, as of the last sweep."""
+        return self._num_unfetched
 
     def start(self) -> None:
         """Takes up what a predecessor left unfinished, and begins."""
@@ -171,7 +151,7 @@ class Jobs:
         if idempotency_key is not None:
             before = self._store.by_key(idempotency_key)
             if before is not None:
-                if before.request != text:
+                if JobRequest.model_validate_json(before.request) != request:
                     raise KeyTaken(
                         f"idempotency key {idempotency_key!r} belongs to job {before.id}, which "
                         "asked for something else; use a new key"
@@ -196,25 +176,11 @@ class Jobs:
         """What is known of a job; None for one that isn't known."""
         live = self._live.get(job_id)
         if live is not None:
-            return JobView(
-                id=job_id,
-                state=live.state,
-                num_samples=live.request.num_samples,
-                num_finished=len(live.finished),
-                num_usable=live.num_usable,
-            )
+            return _live_view(live)
         stored = self._store.get(job_id)
         if stored is None:
             return None
-        request = JobRequest.model_validate_json(stored.request)
-        usable = finished = 0
-        if stored.result is not None:
-            samples = JobResult.model_validate_json(stored.result).samples
-            finished, usable = len(samples), sum(s.reward is not None for s in samples)
-        return JobView(
-            id=job_id, state=stored.state, num_samples=request.num_samples,
-            num_finished=finished, num_usable=usable, detail=stored.detail,
-        )  # fmt: skip
+        return _stored_view(stored)
 
     async def wait(self, job_id: str, *, seconds: float) -> None:
         """Returns once the job is over, or after so many seconds."""
@@ -226,11 +192,10 @@ class Jobs:
 
     def result(self, job_id: str) -> bytes | None:
         """The result's JSON, marked as fetched; None while there is none."""
-        stored = self._store.get(job_id)
-        if stored is None or stored.result is None:
-            return None
-        self._store.mark_fetched(job_id)
-        return stored.result
+        result = self._store.result(job_id)
+        if result is not None:
+            self._store.mark_fetched(job_id)
+        return result
 
     async def cancel(self, job_id: str) -> None:
         """Ends a job at whatever stage; returns when its containers and requests are gone.
@@ -245,6 +210,7 @@ class Jobs:
             live.task.cancel()
             await asyncio.gather(live.task, return_exceptions=True)
         if not live.over.is_set():
+            self._unsaved.pop(job_id, None)
             self._end(live, JobState.cancelled, "cancelled by the client")
 
     def _enqueue(self, job: _Job) -> None:
@@ -332,25 +298,75 @@ class Jobs:
 
     def _end(self, job: _Job, state: JobState, detail: str) -> None:
         samples = [job.finished[index] for index in sorted(job.finished)]
-        result = JobResult(
-            id=job.stored.id,
-            state=state,
-            task=job.request.task,
-            instance_id=samples[0].instance_id if samples else "",
-            samples=[sample_of(trajectory) for trajectory in samples],
-            detail=detail,
+        data = encode_result(
+            job.stored.id, state=state, task=job.request.task, trajectories=samples, detail=detail
         )
-        self._store.finish(
-            job.stored.id, state=state, result=result.model_dump_json().encode(), detail=detail
-        )
+
+        def save() -> None:
+            self._store.finish(
+                job.stored.id,
+                state=state,
+                result=data,
+                detail=detail,
+                num_finished=len(samples),
+                num_usable=job.num_usable,
+            )
+            self._ended(job, state, detail)
+
+        try:
+            save()
+        except StoreError as err:
+            # The job stays at work for its client until the disk takes its result.
+            log.error("result of %s isn't on disk yet: %s", job.stored.id, err)
+            self._unsaved[job.stored.id] = save
+
+    def _ended(self, job: _Job, state: JobState, detail: str) -> None:
         job.state = state
         self._num_unfetched += 1  # counted anew at each sweep
         self.ended[state.value] += 1
         del self._live[job.stored.id]
         job.over.set()
+        url = job.request.callback_url
+        if url is not None and self._notify is not None:
+            self._notify(url, _live_view(job, detail))
 
     async def _sweep_forever(self) -> None:
         while True:
-            self._store.sweep(keep_fetched_seconds=self._bounds.keep_fetched_seconds)
-            self._num_unfetched = self._store.num_unfetched()
+            try:
+                self.sweep()
+            except StoreError as err:
+                log.error("sweep: %s", err)
             await asyncio.sleep(SWEEP_SECONDS)
+
+    def sweep(self) -> None:
+        """Saves what the disk refused before, and removes what has been kept long enough."""
+        for job_id, save in list(self._unsaved.items()):
+            save()
+            del self._unsaved[job_id]
+        self._store.sweep(
+            keep_fetched_seconds=self._bounds.keep_fetched_seconds,
+            keep_unfetched_seconds=self._bounds.keep_unfetched_seconds,
+        )
+        self._num_unfetched = self._store.num_unfetched()
+
+
+def _live_view(job: _Job, detail: str = "") -> JobView:
+    return JobView(
+        id=job.stored.id,
+        state=job.state,
+        num_samples=job.request.num_samples,
+        num_finished=len(job.finished),
+        num_usable=job.num_usable,
+        detail=detail,
+    )
+
+
+def _stored_view(stored: StoredJob) -> JobView:
+    return JobView(
+        id=stored.id,
+        state=stored.state,
+        num_samples=JobRequest.model_validate_json(stored.request).num_samples,
+        num_finished=stored.num_finished,
+        num_usable=stored.num_usable,
+        detail=stored.detail,
+    )

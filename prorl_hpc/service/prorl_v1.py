@@ -7,19 +7,25 @@ carries `messages` (or a `prompt`) and `answer` of its own. Time-outs of stages 
 count no queueing. Errors: 400 malformed, 503 not started or no engine, 504 out of time.
 """
 
+import asyncio
 from typing import Any
 
-from fastapi import FastAPI, Response
+from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
+from prorl_hpc.agents.turns import turns_of
 from prorl_hpc.inference.http_pool import HttpPool
 from prorl_hpc.inference.prorl_server import ProrlServer
 from prorl_hpc.service.core import Core, UnknownInstance
-from prorl_hpc.service.jobs import Jobs
+from prorl_hpc.service.jobs import Busy, Jobs
 from prorl_hpc.service.schema import JobRequest, JobResult, JobState, Sample
 
 WAIT_SECONDS = 24 * 3600.0
+
+_POSTS = ("start", "stop", "process", "cancel", "add_llm_server", "clear_llm_server")
+PATHS = frozenset(f"/{name}" for name in (*_POSTS, "status"))
+"""What v1 clients ask; their errors have v1's statuses."""
 
 
 class ProcessRequest(BaseModel):
@@ -39,11 +45,23 @@ class ServerRequest(BaseModel):
     address: str = Field(min_length=1, max_length=500)
 
 
+class Refused(BaseModel):
+    """Every error's body."""
+
+    error: str
+    detail: str
+
+
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    code: {"model": Refused} for code in (400, 401, 413, 503, 504)
+}
+
+
 def add_routes(app: FastAPI, core: Core, jobs: Jobs) -> None:
     """Adds the routes to the service."""
     server = _Server(core, jobs)
-    for path in ("start", "stop", "process", "cancel", "add_llm_server", "clear_llm_server"):
-        app.add_api_route(f"/{path}", getattr(server, path), methods=["POST"])
+    for name in _POSTS:
+        app.add_api_route(f"/{name}", getattr(server, name), methods=["POST"], responses=_ERRORS)
     app.add_api_route("/status", server.status, methods=["GET"])
 
 
@@ -76,49 +94,66 @@ class _Server:
             "llm_servers": list(pool.servers) if (pool := _pool(self._core)) else [],
         }
 
-    async def process(self, request: ProcessRequest) -> Response:
+    async def process(self, wanted: ProcessRequest, request: Request) -> Response:
         if not self._started:
-            return _error(503, "the server isn't started; POST /start first")
+            return v1_error(503, "the server isn't started; POST /start first")
+        if wanted.job_id in self._names:
+            return v1_error(400, f"job {wanted.job_id!r} is running already; choose another job_id")
         try:
-            wanted = job_request(request)
-            self._core.check(wanted)
+            job = job_request(wanted)
+            self._core.check(job)
         except (ValueError, TypeError, UnknownInstance) as err:
-            return _error(400, " ".join(str(err).split())[:500])
-        stored = self._jobs.submit(wanted)
-        name = request.job_id or stored.id
+            return v1_error(400, " ".join(str(err).split())[:500])
+        try:
+            stored = self._jobs.submit(job)
+        except Busy as err:
+            return v1_error(503, str(err), retry_seconds=err.retry_seconds)
+        name = wanted.job_id or stored.id
         self._names[name] = stored.id
         try:
-            await self._jobs.wait(stored.id, seconds=WAIT_SECONDS)
+            await self._until_over_or_gone(stored.id, request)
         finally:
-            self._names.pop(name, None)
+            if self._names.get(name) == stored.id:
+                del self._names[name]
             view = self._jobs.view(stored.id)
             if view is not None and not view.state.over:
-                await self._jobs.cancel(stored.id)  # the client has gone
+                await self._jobs.cancel(stored.id)  # nobody else can ask for its result
         data = self._jobs.result(stored.id)
         if data is None:
-            return _error(503, "the job was cancelled")
+            return v1_error(503, "the job was cancelled")
         return process_answer(JobResult.model_validate_json(data), job_id=name)
+
+    async def _until_over_or_gone(self, job_id: str, request: Request) -> None:
+        """Returns when the job is over, or its client has hung up."""
+        waiting = asyncio.create_task(self._jobs.wait(job_id, seconds=WAIT_SECONDS))
+        gone = asyncio.create_task(_gone(request))
+        try:
+            await asyncio.wait({waiting, gone}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            waiting.cancel()
+            gone.cancel()
+            await asyncio.gather(waiting, gone, return_exceptions=True)
 
     async def cancel(self, request: CancelRequest) -> Response:
         job_id = self._names.pop(request.job_id, None)
         if job_id is None:
-            return _error(400, f"job {request.job_id[:100]!r} isn't running")
+            return v1_error(400, f"job {request.job_id[:100]!r} isn't running")
         await self._jobs.cancel(job_id)
         return JSONResponse({"status": "cancelled", "job_id": request.job_id})
 
     async def add_llm_server(self, request: ServerRequest) -> Response:
         pool = _pool(self._core)
         if pool is None:
-            return _error(400, "this service runs an engine of its own; see serve --llm-servers")
+            return v1_error(400, "this service runs an engine of its own; see serve --llm-servers")
         if not request.address.startswith(("http://", "https://")):
-            return _error(400, f"address={request.address[:100]!r} must begin with http://")
+            return v1_error(400, f"address={request.address[:100]!r} must begin with http://")
         await pool.join(ProrlServer(request.address, version=pool.version))
         return JSONResponse({"status": "added", "llm_servers": list(pool.servers)})
 
     async def clear_llm_server(self) -> Response:
         pool = _pool(self._core)
         if pool is None:
-            return _error(400, "this service runs an engine of its own")
+            return v1_error(400, "this service runs an engine of its own")
         for address in pool.servers:
             await pool.leave(address)
         return JSONResponse({"status": "cleared"})
@@ -154,7 +189,7 @@ def process_answer(result: JobResult, *, job_id: str) -> Response:
     if sample is None or sample.reward is None:
         late = "deadline" in result.detail or "within" in (sample.detail if sample else "")
         detail = sample.detail if sample else result.detail
-        return _error(504 if late else 503, detail or f"job ended as {result.state}")
+        return v1_error(504 if late else 503, detail or f"job ended as {result.state}")
     return JSONResponse(
         {
             "job_id": job_id,
@@ -171,30 +206,29 @@ def process_answer(result: JobResult, *, job_id: str) -> Response:
 
 def messages_of(sample: Sample) -> list[dict[str, Any]]:
     """Each answer with the ids before it, its own ids and their log-probabilities."""
-    messages: list[dict[str, Any]] = []
-    start = 0
-    while start < len(sample.tokens):
-        if not sample.loss_mask[start]:
-            start += 1
-            continue
-        end = start
-        while end < len(sample.tokens) and sample.loss_mask[end]:
-            end += 1
-        messages.append(
-            {
-                "role": "assistant",
-                "input_ids": sample.tokens[:start],
-                "output_ids": sample.tokens[start:end],
-                "logprobs": sample.logprobs[start:end],
-            }
-        )
-        start = end
-    return messages
+    turns = turns_of(sample.tokens, loss_mask=sample.loss_mask, logprobs=sample.logprobs)
+    return [
+        {
+            "role": "assistant",
+            "input_ids": turn.prompt_ids,
+            "output_ids": turn.answer_ids,
+            "logprobs": turn.logprobs,
+        }
+        for turn in turns
+    ]
 
 
 def _pool(core: Core) -> HttpPool | None:
     return core.engine if isinstance(core.engine, HttpPool) else None
 
 
-def _error(status: int, detail: str) -> Response:
-    return JSONResponse({"error": detail, "detail": detail}, status_code=status)
+def v1_error(status: int, detail: str, *, retry_seconds: int | None = None) -> Response:
+    """An error in v1's form."""
+    headers = {} if retry_seconds is None else {"Retry-After": str(retry_seconds)}
+    return JSONResponse({"error": detail, "detail": detail}, status_code=status, headers=headers)
+
+
+async def _gone(request: Request) -> None:
+    """Returns once the client has closed its connection."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

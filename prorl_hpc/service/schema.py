@@ -1,8 +1,10 @@
 """What goes over the wire of the rollout service, version 1. Knows no server and no pipeline."""
 
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
+import msgspec
 from pydantic import BaseModel, ConfigDict, Field
 
 from prorl_hpc.records import Trajectory
@@ -65,6 +67,8 @@ class JobRequest(_Strict):
     temperature: float | None = Field(default=None, gt=0, le=100)
     max_new_tokens: int | None = Field(default=None, ge=1, le=1_000_000)
     seed: int = Field(default=0, ge=0, le=LARGEST_INDEX)
+    callback_url: str | None = Field(default=None, min_length=1, max_length=2000)
+    """POSTed the job's view once it is over, where the operator allows that host."""
 
 
 class JobView(BaseModel):
@@ -131,19 +135,41 @@ class Problem(BaseModel):
     detail: str
 
 
-def sample_of(trajectory: Trajectory) -> Sample:
-    """A trajectory in wire form."""
-    return Sample(
-        sample=trajectory.rollout_index,
-        tokens=trajectory.tokens.tolist(),
-        loss_mask=trajectory.loss_mask.tolist(),
-        logprobs=trajectory.logprobs.tolist(),
-        versions=trajectory.versions.tolist(),
-        reward=trajectory.reward,
-        components=trajectory.components,
-        outcome=trajectory.outcome.value,
-        finish_reason=trajectory.finish_reason,
-        timings=trajectory.timings,
-        isolation=trajectory.isolation,
-        detail=trajectory.detail,
+def encode_result(
+    job_id: str,
+    *,
+    state: JobState,
+    task: str,
+    trajectories: Sequence[Trajectory],
+    detail: str,
+) -> bytes:
+    """A `JobResult` as JSON, straight from the arrays: validating each token costs more than all
+    else that the service does for a rollout."""
+    return msgspec.json.encode(
+        {
+            "id": job_id,
+            "state": state.value,
+            "task": task,
+            "instance_id": trajectories[0].instance_id if trajectories else "",
+            "samples": [_sample(trajectory) for trajectory in trajectories],
+            "detail": detail,
+        }
     )
+
+
+def _sample(trajectory: Trajectory) -> dict[str, Any]:
+    """The fields of a `Sample`."""
+    return {
+        "sample": trajectory.rollout_index,
+        "tokens": trajectory.tokens.tolist(),
+        "loss_mask": trajectory.loss_mask.tolist(),
+        "logprobs": trajectory.logprobs.tolist(),
+        "versions": trajectory.versions.tolist(),
+        "reward": trajectory.reward,
+        "components": trajectory.components,
+        "outcome": trajectory.outcome.value,
+        "finish_reason": trajectory.finish_reason,
+        "timings": trajectory.timings,
+        "isolation": trajectory.isolation,
+        "detail": trajectory.detail,
+    }

@@ -5,14 +5,14 @@ One SQLite file, written by one process. Knows no pipeline.
 
 import sqlite3
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from hpc.errors import HpcError
 from prorl_hpc.service.schema import JobState
 
-FORMAT = 1
+FORMAT = 2
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS jobs (
@@ -24,10 +24,22 @@ CREATE TABLE IF NOT EXISTS jobs (
     submitted REAL NOT NULL,
     fetched REAL,
     result BLOB,
-    detail TEXT NOT NULL DEFAULT ''
+    detail TEXT NOT NULL DEFAULT '',
+    ended REAL,
+    num_finished INTEGER NOT NULL DEFAULT 0,
+    num_usable INTEGER NOT NULL DEFAULT 0
 );
 CREATE INDEX IF NOT EXISTS jobs_by_state ON jobs (state);
 """
+
+_COLUMNS = "number, id, request, state, submitted, detail, num_finished, num_usable"
+
+_FROM_1 = (
+    "ALTER TABLE jobs ADD COLUMN ended REAL",
+    "ALTER TABLE jobs ADD COLUMN num_finished INTEGER NOT NULL DEFAULT 0",
+    "ALTER TABLE jobs ADD COLUMN num_usable INTEGER NOT NULL DEFAULT 0",
+)
+"""What makes a file of format 1 one of format 2."""
 
 
 class StoreError(HpcError, RuntimeError):
@@ -46,8 +58,10 @@ class StoredJob:
     state: JobState
     submitted: float
     """Unix seconds."""
-    result: bytes | None
     detail: str
+    num_finished: int
+    """Samples of the result."""
+    num_usable: int
 
 
 class JobStore:
@@ -56,8 +70,9 @@ class JobStore:
     def __init__(self, path: Path, *, now: Callable[[], float] = time.time) -> None:
         """Raises StoreError for a file of a newer format."""
         self._now = now
-        path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = path
         try:
+            path.parent.mkdir(parents=True, exist_ok=True)
             self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=FULL")
@@ -66,16 +81,18 @@ class JobStore:
                 raise StoreError(
                     f"{path} has format {found}, newer than {FORMAT}; update prorl-hpc"
                 )
+            for statement in _FROM_1 if found == 1 else ():
+                self._db.execute(statement)
             self._db.executescript(_SCHEMA)
             self._db.execute(f"PRAGMA user_version={FORMAT}")
-        except sqlite3.Error as err:
+        except (sqlite3.Error, OSError) as err:
             raise StoreError(
                 f"job store {path} can't be opened: {err}; name another --dir"
             ) from err
 
     def add(self, job_id: str, *, request: str, idempotency_key: str | None) -> StoredJob:
         """Records a new job as queued, durably."""
-        self._db.execute(
+        self._do(
             "INSERT INTO jobs (id, idempotency_key, request, state, submitted) VALUES (?,?,?,?,?)",
             (job_id, idempotency_key, request, JobState.queued.value, self._now()),
         )
@@ -89,64 +106,92 @@ class JobStore:
     def by_key(self, idempotency_key: str) -> StoredJob | None:
         return self._one("idempotency_key = ?", idempotency_key)
 
+    def result(self, job_id: str) -> bytes | None:
+        """The result of a job that is over."""
+        row = self._do("SELECT result FROM jobs WHERE id = ?", (job_id,)).fetchone()
+        return None if row is None else row[0]
+
     def unfinished(self) -> list[StoredJob]:
         """Jobs that a dead server left, at work or not, in the order they came."""
-        rows = self._db.execute(
-            "SELECT number, id, request, state, submitted, result, detail FROM jobs "
-            "WHERE state = 'queued' ORDER BY number"
-        ).fetchall()
-        return [_job(row) for row in rows]
+        return self._many("state = ? ORDER BY number", JobState.queued.value)
 
-    def finish(self, job_id: str, *, state: JobState, result: bytes, detail: str) -> None:
+    def finish(
+        self,
+        job_id: str,
+        *,
+        state: JobState,
+        result: bytes,
+        detail: str,
+        num_finished: int = 0,
+        num_usable: int = 0,
+    ) -> None:
         """Makes a result durable."""
-        self._db.execute(
-            "UPDATE jobs SET state = ?, result = ?, detail = ? WHERE id = ?",
-            (state.value, result, detail, job_id),
+        self._do(
+            "UPDATE jobs SET state = ?, result = ?, detail = ?, ended = ?, num_finished = ?, "
+            "num_usable = ? WHERE id = ?",
+            (state.value, result, detail, self._now(), num_finished, num_usable, job_id),
         )
 
     def mark_fetched(self, job_id: str) -> None:
-        self._db.execute(
+        self._do(
             "UPDATE jobs SET fetched = ? WHERE id = ? AND fetched IS NULL", (self._now(), job_id)
         )
 
     def remove(self, job_id: str) -> None:
-        self._db.execute("DELETE FROM jobs WHERE id = ?", (job_id,))
+        self._do("DELETE FROM jobs WHERE id = ?", (job_id,))
 
-    def sweep(self, *, keep_fetched_seconds: float) -> int:
-        """Removes results that were fetched so long ago, and cancelled jobs of that age."""
+    def sweep(self, *, keep_fetched_seconds: float, keep_unfetched_seconds: float) -> int:
+        """Removes results that were fetched so long ago, cancelled jobs of that age, and results
+        that nobody came for."""
         before = self._now() - keep_fetched_seconds
-        swept = self._db.execute(
-            "DELETE FROM jobs WHERE fetched < ? OR (state = 'cancelled' AND submitted < ?)",
-            (before, before),
+        swept = self._do(
+            "DELETE FROM jobs WHERE fetched < ? OR (state = 'cancelled' AND submitted < ?) "
+            "OR ended < ?",
+            (before, before, self._now() - keep_unfetched_seconds),
         )
         return swept.rowcount
 
     def num_unfetched(self) -> int:
         """Results that wait for their client."""
-        row = self._db.execute(
+        row = self._do(
             "SELECT COUNT(*) FROM jobs WHERE fetched IS NULL AND state IN ('done', 'failed')"
         ).fetchone()
         return int(row[0])
 
+    @property
+    def num_added(self) -> int:
+        """Jobs ever added, those removed since included."""
+        row = self._do("SELECT seq FROM sqlite_sequence WHERE name = 'jobs'").fetchone()
+        return 0 if row is None else int(row[0])
+
     def close(self) -> None:
         self._db.close()
 
+    def _do(self, statement: str, values: Sequence[object] = ()) -> sqlite3.Cursor:
+        try:
+            return self._db.execute(statement, values)
+        except sqlite3.Error as err:
+            raise StoreError(
+                f"job store {self._path} failed: {err}; is its disk full or gone?"
+            ) from err
+
     def _one(self, where: str, value: str) -> StoredJob | None:
-        row = self._db.execute(
-            f"SELECT number, id, request, state, submitted, result, detail FROM jobs WHERE {where}",  # noqa: S608 - one of our own two texts
-            (value,),
-        ).fetchone()
-        return None if row is None else _job(row)
+        return next(iter(self._many(where, value)), None)
+
+    def _many(self, where: str, value: str) -> list[StoredJob]:
+        rows = self._do(f"SELECT {_COLUMNS} FROM jobs WHERE {where}", (value,))  # noqa: S608 - texts of ours
+        return [_job(row) for row in rows]
 
 
-def _job(row: tuple[int, str, str, str, float, bytes | None, str]) -> StoredJob:
-    number, job_id, request, state, submitted, result, detail = row
+def _job(row: tuple[int, str, str, str, float, str, int, int]) -> StoredJob:
+    number, job_id, request, state, submitted, detail, num_finished, num_usable = row
     return StoredJob(
         number=number,
         id=job_id,
         request=request,
         state=JobState(state),
         submitted=submitted,
-        result=result,
         detail=detail,
+        num_finished=num_finished,
+        num_usable=num_usable,
     )

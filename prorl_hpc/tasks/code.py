@@ -74,6 +74,7 @@ class CodeTask:
             index=index,
             messages=problem.messages,
             answer=problem.answer,
+            metadata=problem.metadata,
         )
 
     def score(self, instance: Instance, response: str) -> Score:  # noqa: ARG002
@@ -86,9 +87,14 @@ class CodeTask:
             image=sandboxes.image_of(instance.instance_id),
             directory=WORK,
             variables={"PYTHONDONTWRITEBYTECODE": "1", "PYTHONHASHSEED": "0", "LC_ALL": "C.UTF-8"},
-            limits=LIMITS,
+            limits=sandboxes.limits,
             accept_missing=sandboxes.accept_missing,
         )
+
+    def demonstration(self, instance: Instance) -> str | None:
+        """The data set's own solution as an answer, where it has one (MBPP, APPS)."""
+        solution = instance.metadata.get("solution")
+        return f"```python\n{solution}\n```" if solution else None
 
     async def setup(self, instance: Instance, environment: Environment) -> None:
         """Nothing: the program is in the answer."""
@@ -209,7 +215,7 @@ def make_code(name: str, config: TaskConfig, seed: int) -> CodeTask:  # noqa: AR
             f"num_tests={num_tests} at least 1"
         )
     settings = Settings(
-        sandboxes=read_sandboxes(name, config, default_image="code"),
+        sandboxes=read_sandboxes(name, config, default_image="code", limits=LIMITS),
         seconds_per_test=seconds,
         num_tests=num_tests,
         all_or_nothing=reward == "all",

@@ -68,7 +68,18 @@ def decode_problem(row: Mapping[str, Any], *, system_prompt: str | None) -> Prob
         messages=prompt_messages("\n\n".join(parts), system_prompt=system_prompt),
         answer=cases,
         identity=str(identity),
+        metadata={"solution": solution} if (solution := _solution(row)) else {},
     )
+
+
+def _solution(row: Mapping[str, Any]) -> str:
+    """A right program, as MBPP (`code`) and APPS (`solutions`) have it; empty: none is given."""
+    found = row.get("code") or row.get("canonical_solution") or row.get("solutions") or ""
+    if isinstance(found, str) and found.lstrip().startswith("["):
+        found = _decoded(found)
+    if isinstance(found, list):
+        found = found[0] if found else ""
+    return found.strip() if isinstance(found, str) else ""
 
 
 def _cases(row: Mapping[str, Any]) -> list[Case]:

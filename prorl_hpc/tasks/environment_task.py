@@ -16,11 +16,15 @@ class EnvironmentTask(Task, Protocol):
     """A task with a sandbox per attempt, and a second, fresh one for scoring.
 
     The pipeline calls, per attempt: `environment_spec`, `setup` (INIT), the agent (RUN), `result`
-    in the agent's environment, which is then closed, and `score_in` (EVAL).
+    in the agent's environment, which is then closed, and `score_in` (EVAL). For an agent that
+    needs no environment none is opened before `score_in`, whose `result` then is empty.
     """
 
     def environment_spec(self, instance: Instance) -> EnvironmentSpec:
-        """The agent's environment. Raises ImageError, IsolationError, TaskError."""
+        """The agent's environment. Raises ImageError, IsolationError, TaskError.
+
+        Blocking (images are compared with their digests), and called from several threads.
+        """
         ...
 
     async def setup(self, instance: Instance, environment: Environment) -> None:

@@ -18,6 +18,7 @@ KINDS: dict[str, str] = {
     "structured": "prorl_hpc.tasks.structured:make_structured",
     "swe": "prorl_hpc.tasks.swe.task:make_swe",
     "code": "prorl_hpc.tasks.code:make_code",
+    "nemo_gym": "prorl_hpc.tasks.nemo_gym.task:make_nemo_gym",
 }
 """`module:function` of each kind."""
 

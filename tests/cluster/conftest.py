@@ -12,11 +12,14 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from hpc import ledger
+from hpc.rundir import RunDirectory
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = Path(__file__).resolve().parent / "minicluster"
@@ -203,10 +206,48 @@ class Cluster:
     def heal(self, node: str) -> None:
         self._act("heal", node)
 
+    def report(self) -> str:
+        """Nodes and queue as they are now, for the message of a failed test."""
+        parts = []
+        for argv in (["sinfo", "-N", "-l"], ["squeue", "-a", "-r", "-o", "%i %j %T %r %N %S"]):
+            done = self.run(argv)
+            parts.append(f"$ {' '.join(argv)}\n{done.stdout}{done.stderr}".rstrip())
+        return "\n".join(parts)
+
     def _act(self, action: str, node: str) -> None:
         script = [*AS_ROOT, "/usr/bin/python3", str(SCRIPTS / "cluster.py")]
         done = execute([*script, action, str(self.prefix), "--node", node], timeout=180)
         assert done.returncode == 0, done.stderr
+
+
+def attempts(run: RunDirectory) -> str:
+    """What became of every attempt of a run, one line each."""
+    lines = ["attempts:"]
+    for (job, index), history in ledger.fold(ledger.read(run.ledger)).items():
+        for start in history.starts:
+            end = history.exits.get(start.attempt)
+            said = "no end" if end is None else f"{end.code}, {end.next}: {end.reason}"
+            lines.append(
+                f"  {job} {index} #{start.attempt} job {start.job_id} {start.host}: {said}"
+            )
+    return "\n".join(lines)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A failed test shows the cluster, and what its run's jobs did, at the end of its report."""
+    report = yield
+    if report.failed and call.when == "call":
+        funcargs = getattr(item, "funcargs", {})
+        for name in ("cluster", "cluster_with_accounting"):
+            if hasattr(funcargs.get(name), "report"):
+                report.sections.append((name, funcargs[name].report()))
+        run = getattr(funcargs.get("session"), "run", None)
+        if isinstance(run, RunDirectory):
+            report.sections.append(("attempts", attempts(run)))
+    return report
 
 
 def boot(user: User, prefix: Path, *options: str) -> Cluster:

@@ -1,6 +1,7 @@
 """Whole runs of the pipeline on a real Slurm, as an ordinary user with a hostile directory."""
 
 import re
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,6 +55,25 @@ class ClusterSession(Session):
         entries = ledger.read(self.run.ledger).entries
         return [e for e in entries if isinstance(e, ledger.Start) and e.job == job]
 
+    def processes(self, role: str, index: int = 0) -> list[int]:
+        """All processes of a role: those of every node are on this machine."""
+        found = []
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            try:
+                words = path.read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if f"prorl_hpc.{role}".encode() in words and bytes(self.run.root) in words:
+                found.append(int(path.parent.name))
+        return found
+
+    def send(self, pid: int, number: signal.Signals) -> None:
+        self.cluster.user.run(["kill", f"-{number}", str(pid)])  # gone already: no matter
+
+    def newest(self, job: str, index: int = 0) -> ledger.Start:
+        """The newest attempt of one task."""
+        return [start for start in self.starts(job) if start.index == index][-1]
+
     def wait_all(self) -> None:
         """Waits until every job has ended by itself, with its work done."""
         for job, count in (("learner", 1), ("buffer", 1), ("rollout", 2)):
@@ -90,6 +110,38 @@ def test_a_run_with_preempted_rollout_tasks(session: ClusterSession) -> None:
     assert {start.index for start in session.starts("rollout")} == {0, 1}
     assert f"run {session.name}: done" in session.cli("watch", session.name).stdout
     assert "step 40/40" in session.cli("status", session.name).stdout
+
+
+def test_a_run_in_trouble(session: ClusterSession) -> None:
+    """A rollout's node is cut off, its job lives on beside the successor until it is healed;
+    another task is cancelled by hand; the learner is warned of its walltime."""
+    steps = 60
+    session.overrides = [f"steps={steps}"]
+    session.submit()
+    session.wait(lambda: len(session.starts("rollout")) == 2, what="both tasks run")
+    cluster = session.cluster
+    with session.held(2):
+        first, second = (session.newest("rollout", index) for index in (0, 1))
+        cluster.cut(first.host)
+        assert cluster.run(["scancel", second.job_id]).returncode == 0
+        session.wait(lambda: len(session.starts("rollout")) == 3, what="the task starts elsewhere")
+    try:
+        session.wait_step(4)  # with two copies of the task pushing
+    finally:
+        cluster.heal(first.host)
+    with session.held(5):
+        warned = cluster.run(
+            ["scancel", "--signal=USR2", "--batch", session.newest("learner").job_id]
+        )
+        assert warned.returncode == 0, warned.stderr
+    session.wait(lambda: len(session.starts("learner")) == 2, what="the learner chains on")
+    session.wait(
+        lambda: [end.next for end in session.ends("learner")][-1:] == ["finished"],
+        what="the learner has finished",
+    )
+    session.audit(steps=steps, batch_groups=4)
+    assert session.newest("rollout", 1).attempt == 1
+    assert session.newest("rollout").attempt == 2  # nothing of the old copy called it back
 
 
 def test_a_run_submitted_by_hand(session: ClusterSession) -> None:

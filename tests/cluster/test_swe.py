@@ -79,7 +79,7 @@ def test_the_recipe_end_to_end(site: Site) -> None:
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}\n{logs}"
     rows = site.read(run / "metrics/learner.jsonl")
     assert any(row.get("event") == "step" and row["step"] == 1 for row in rows), logs
-    # the first attempt at an instance replays its gold patch
+    # the first rollout of a group replays the gold patch, the second nothing
     validated = [row for row in rows if row.get("event") == "validation"]
     assert validated[-1]["score"] == 1.0, validated
     shown = site.call("show", str(run), "--group", "0").stdout
@@ -88,12 +88,15 @@ def test_the_recipe_end_to_end(site: Site) -> None:
 
 
 @pytest.mark.process
-def test_every_attack_ends_as_a_typed_outcome(apptainer: Any) -> None:
+def test_every_attack_ends_as_a_typed_outcome_in_the_buffer(apptainer: Any) -> None:
     script = Path(__file__).resolve().with_name("swe_steps.py")
     done = apptainer.user.run(["python", "-B", str(script), str(apptainer.rootfs)], timeout=1000.0)
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout.splitlines()[-1])
+    found = json.loads(done.stdout.splitlines()[-1])
+    told = found["told"]
+    repairs = [told.pop("repair"), told.pop("repair afterwards")]
+    assert repairs == ["scored 1 apptainer"] * 2, "neighbours and successors are untouched"
     assert set(told) == set(DESTRUCTIVE)
     # an attack repairs nothing; none is the infrastructure's failure
-    allowed = {"scored 0", "invalid 0", "ended: shell_killed"}
-    assert set(told.values()) <= allowed, told
+    assert set(told.values()) <= {"scored 0 apptainer", "invalid 0 apptainer"}, told
+    assert (found["host"], found["processes"]) == ("untouched", [])

@@ -1,23 +1,29 @@
 """A little HTTP server that speaks the part of vLLM's interface that we use. A fake, and says so.
 
+It answers whole or as server-sent events, and gives a request up when its client goes away. As
+with the real one, a stream's spans of versions come with its last event only.
+
 It has no model: token i of a completion is a function of seed, place and policy version, made one
 at a time so that updates fall between tokens. It takes vLLM's own command line; trouble is asked
 for through the environment:
 
     FAKE_VLLM_TROUBLE   never_well | dies | load_fails | unwell_file:PATH (503 while PATH exists)
+                        | other_spans (streams end with an account of another version)
     FAKE_VLLM_TOKEN_SECONDS   pause before each token
 """
 
 import argparse
-import json
 import os
-import socket
 import sys
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # it runs as a script
+
+from tests.fakes.http_fake import FakeHandler, PortServer, UnixServer
 
 TROUBLE = os.environ.get("FAKE_VLLM_TROUBLE", "")
 TOKEN_SECONDS = float(os.environ.get("FAKE_VLLM_TOKEN_SECONDS", "0"))
@@ -36,6 +42,7 @@ class State:
         self.updating = False
         self.num_tokens = 0
         self.running = 0
+        self.aborted = 0
 
 
 def token_of(*, seed: int, place: int, version: str) -> int:
@@ -43,15 +50,8 @@ def token_of(*, seed: int, place: int, version: str) -> int:
     return (seed * 31 + place * 7 + int(version) * 13) % VOCABULARY
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(FakeHandler):
     state: State
-    protocol_version = "HTTP/1.1"
-
-    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
-        pass
-
-    def address_string(self) -> str:
-        return "client"
 
     def do_GET(self) -> None:
         state = self.state
@@ -61,13 +61,13 @@ class Handler(BaseHTTPRequestHandler):
         elif self.path == "/v1/models":
             self.answer(200, {"data": [{"id": state.name}]})
         elif self.path == "/fake":
-            self.answer(200, {"num_tokens": state.num_tokens, "running": state.running})
+            counts = {"num_tokens": state.num_tokens, "running": state.running}
+            self.answer(200, counts | {"aborted": state.aborted})
         else:
             self.answer(404, {"error": "no such route"})
 
     def do_POST(self) -> None:
-        length = int(self.headers.get("Content-Length") or 0)
-        body = json.loads(self.rfile.read(length) or b"null")
+        body = self.body()
         state, route = self.state, self.path.partition("?")[0]
         with state.gate:
             if route == "/update_weight_version":
@@ -96,58 +96,68 @@ class Handler(BaseHTTPRequestHandler):
         if any(token >= VOCABULARY for token in body["token_ids"]):
             self.answer(400, {"error": {"message": "a token id is out of vocabulary"}})
             return
+        stream = bool(body.get("stream"))
+        if stream:
+            self.begin_events()
         ids: list[int] = []
         spans: list[dict[str, Any]] = []
-        reason = "length"
+        reason = None
         with state.gate:
             state.running += 1
         try:
-            while len(ids) < asked["max_tokens"] and reason == "length":
-                time.sleep(TOKEN_SECONDS)
-                with state.gate:
-                    while state.paused:
-                        state.gate.wait()
-                    version = state.version
-                    state.num_tokens += 1
+            while reason is None:
+                version = self.await_turn()
+                if self.client_is_gone():
+                    with state.gate:
+                        state.aborted += 1
+                    self.close_connection = True
+                    return
                 ids.append(token_of(seed=asked["seed"] or 0, place=len(ids), version=version))
                 if not spans or spans[-1]["version"] != version:
                     spans.append({"version": version, "start": len(ids) - 1, "end": len(ids) - 1})
                 spans[-1]["end"] = len(ids)
                 if ids[-1] in asked["stop_token_ids"]:
                     reason = "stop"
+                elif len(ids) >= asked["max_tokens"]:
+                    reason = "length"
+                if stream:
+                    told = account(spans) if reason else None
+                    self.event({"choices": [choice_of(ids[-1:], reason, told)]})
         finally:
             with state.gate:
                 state.running -= 1
-        content = [{"token_id": token, "logprob": -0.5} for token in ids]
-        choice = {
-            "index": 0,
-            "finish_reason": reason,
-            "token_ids": ids,
-            "weight_versions": spans,
-            "logprobs": {"content": content},
-        }
-        self.answer(200, {"choices": [choice]})
+        if stream:
+            self.end_events()
+        else:
+            self.answer(200, {"choices": [choice_of(ids, reason, spans)]})
 
-    def answer(self, status: int, body: Any) -> None:
-        data = json.dumps(body).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(data)))
-        self.send_header("Content-Type", "application/json")
-        self.end_headers()
-        self.wfile.write(data)
+    def await_turn(self) -> str:
+        """The version that makes the next token, once it may be made."""
+        time.sleep(TOKEN_SECONDS)
+        with self.state.gate:
+            while self.state.paused:
+                self.state.gate.wait()
+            self.state.num_tokens += 1
+            return self.state.version
 
 
-class UnixServer(ThreadingHTTPServer):
-    address_family = socket.AF_UNIX
+def account(spans: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What the last event of a stream says of its versions."""
+    if TROUBLE == "other_spans":
+        return [span | {"version": "99"} for span in spans]
+    return spans
 
-    def server_bind(self) -> None:
-        self.socket.bind(self.server_address)
 
-
-class PortServer(ThreadingHTTPServer):
-    def server_bind(self) -> None:
-        # Without the name look-up of the standard one.
-        self.socket.bind(self.server_address)
+def choice_of(ids: list[int], reason: str | None, spans: Any) -> dict[str, Any]:
+    """One choice of an answer, or of one event of it."""
+    content = [{"token_id": token, "logprob": -0.5} for token in ids]
+    return {
+        "index": 0,
+        "finish_reason": reason,
+        "token_ids": ids,
+        "weight_versions": spans,
+        "logprobs": {"content": content},
+    }
 
 
 def main() -> None:
@@ -166,7 +176,6 @@ def main() -> None:
         server = UnixServer(args.uds, handler)  # type: ignore[arg-type]
     else:
         server = PortServer((args.host, args.port), handler)
-    server.daemon_threads = True
     server.serve_forever()
 
 

@@ -46,7 +46,7 @@ def install(directory: Path) -> FakeSlurm:
     fake = FakeSlurm(directory=directory)
     (directory / "bin").mkdir(parents=True)
     state = {"next": 100, "jobs": [], "calls": [], "down": "", "partitions": ["cpu", "gpu"],
-             "accounting": {}, "sbatch_error": ""}  # fmt: skip
+             "accounting": {}, "sbatch_error": "", "no_other_node": ""}  # fmt: skip
     fake.state_file.write_text(json.dumps(state))
     for command in COMMANDS:
         path = directory / "bin" / command
@@ -74,6 +74,9 @@ def main(state_file: Path, command: str, arguments: list[str]) -> int:
 def _sbatch(state: dict[str, Any], arguments: list[str], options: dict[str, str]) -> int:
     if state["sbatch_error"]:
         print(f"sbatch: error: {state['sbatch_error']}", file=sys.stderr)
+        return 1
+    if "--exclude" in options and state["no_other_node"]:
+        print(f"sbatch: error: {state['no_other_node']}", file=sys.stderr)
         return 1
     leaked = [name for name in os.environ if name.startswith(("SLURM_", "SBATCH_", "PMI"))]
     assert leaked in ([], ["SLURM_CONF"]), leaked

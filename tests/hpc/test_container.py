@@ -1,9 +1,11 @@
 """Command lines and the ladder of isolation: pure, by example."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 
+from hpc.cgroups import GroupPlace
 from hpc.container import (
     Features,
     Launch,
@@ -33,12 +35,13 @@ LAUNCH = Launch(
 )
 
 
-def features(have: frozenset[Feature] = ALL, *, kernel: tuple[int, ...] = (6, 1)) -> Features:
-    return Features(
+def features(have: frozenset[Feature] = ALL, **changes: object) -> Features:
+    found = Features(
         runtime=APPTAINER, container=have, container_error="it said no", bubblewrap="/bin/bwrap",
         bubblewrap_version=(0, 8, 0), bubblewrap_features=have - {Feature.overlay},
-        bubblewrap_error="", kernel=kernel,
+        bubblewrap_error="", kernel=(6, 1),
     )  # fmt: skip
+    return dataclasses.replace(found, **changes)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -159,9 +162,43 @@ def test_a_missing_feature_is_refused_with_its_fix_or_recorded(missing: Feature,
     assert not isolation.is_full
 
 
-def test_a_machine_without_containers_is_refused_whatever_is_accepted() -> None:
+@pytest.mark.parametrize("backend", ["apptainer", "bubblewrap"])
+def test_a_machine_without_containers_is_refused_whatever_is_accepted(backend: str) -> None:
+    nothing: frozenset[Feature] = frozenset()
+    stuck = features(container=nothing, bubblewrap_features=nothing, bubblewrap="/usr/bin/bwrap")
+    with pytest.raises(IsolationError, match=r"sysctl user\.max_user_namespaces") as caught:
+        resolve(stuck, backend=backend, accept_missing=ALL)
+    assert "accept_missing" not in str(caught.value)
+    absent = features(
+        container=nothing, bubblewrap_features=nothing, bubblewrap=None, runtime=None
+    )  # fmt: skip
     with pytest.raises(IsolationError, match="install Apptainer"):
-        resolve(features(frozenset()), backend="apptainer", accept_missing=ALL)
+        resolve(absent, backend=backend, accept_missing=ALL)
+
+
+def test_without_overlay_and_memory_layer_directories_are_copied(tmp_path: Path) -> None:
+    weaker = features(container=ALL - {Feature.overlay}, tmpfs_layer=False)
+    have, isolation = resolve(
+        weaker, backend="apptainer", accept_missing=frozenset({Feature.overlay})
+    )
+    assert isolation.writable_layer == "copied-directories"
+    assert weaker.runtime is not None
+    launch = Launch(
+        image=tmp_path, layer=Path("/l"), binds=(), token="t", command=["true"],
+        writable=["/testbed"],
+    )  # fmt: skip
+    argv = container_argv(weaker.runtime, launch, features=have, tmpfs=False)
+    assert "--writable-tmpfs" not in argv
+    assert {"/l/tmp:/tmp:rw", "/l/testbed:/testbed:rw"} <= set(argv)
+
+
+def test_what_bounds_memory_and_processes_is_recorded() -> None:
+    place = GroupPlace(version=2, directories=(Path("/g"),))
+    _, grouped = resolve(features(groups=place), backend="apptainer")
+    assert grouped.memory_limit == grouped.process_limit == "cgroup-v2+rlimit+watchdog"
+    _, scoped = resolve(features(scope_runner="systemd-run", kernel=(4, 18)), backend="apptainer")
+    assert scoped.memory_limit == "systemd-scope+rlimit+watchdog"
+    assert scoped.process_limit == "systemd-scope+watchdog"
 
 
 def test_plain_processes_need_the_explicit_override() -> None:
@@ -193,7 +230,7 @@ def refusing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     script.write_text(
         '#!/bin/sh\n[ "$1" = --version ] && { echo apptainer version 1.3.0; exit; }\n'
         'for word; do [ "$word" = none ] && { echo "FATAL: no network none" >&2; exit 1; }; done\n'
-        "exit 0\n"
+        "echo pid:[1] net:[1] user:[1] written\n"
     )
     script.chmod(0o755)
     probe.cache_clear()
@@ -208,6 +245,29 @@ def test_probe_finds_the_feature_that_fails(refusing: str) -> None:
     assert found.container_error == "FATAL: no network none"
     with pytest.raises(IsolationError, match="FATAL: no network none"):
         resolve(found, backend="apptainer")
+
+
+@pytest.mark.parametrize(
+    ("kind", "missing"),
+    [("pid", Feature.pid_namespace), ("net", Feature.network_none), ("written", Feature.overlay)],
+)
+def test_what_is_left_out_without_a_word_isnt_had(
+    refusing: str, kind: str, missing: Feature
+) -> None:
+    """`allow pid ns = no` makes --pid mean nothing: the command runs, and well."""
+    script = Path(refusing)
+    own = f"{kind}:[$(readlink /proc/self/ns/{kind} | tr -dc 0-9)]" if kind != "written" else ""
+    words = {"pid": "pid:[1]", "net": "net:[1]", "user": "user:[1]", "written": "written"}
+    words[kind] = own
+    script.write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && { echo apptainer version 1.3.0; exit; }\n'
+        f"echo {' '.join(words.values())}\n"
+    )
+    probe.cache_clear()
+    found = probe(refusing)
+    probe.cache_clear()
+    assert found.container == ALL - {missing}
+    assert f"{missing} was asked for and not given" in found.container_error
 
 
 def test_probe_without_any_runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from hpc.cgroups import GroupPlace
 from hpc.container import FIXES, Features, Runtime
 from hpc.container_probe import probe
 from hpc.doctor import Finding, Severity, diagnose, judge
@@ -43,10 +44,11 @@ HEALTHY = Facts(
                         version_text="1.4.0"),
         container=ALL, bubblewrap="/usr/bin/bwrap", bubblewrap_version=(0, 11, 0),
         bubblewrap_features=ALL, kernel=(6, 1),
+        groups=GroupPlace(version=2, directories=(Path("/sys/fs/cgroup/user"),)),
     ),
     max_user_namespaces=15000, max_net_namespaces=15000, apparmor_restricts_userns=False,
     subuid=True, fuse_writable=True, helpers=("squashfuse", "fuse-overlayfs", "newuidmap"),
-    session_mib=2048, cgroup="v2", cgroup_delegated=True, file_systems=(SCRATCH,),
+    session_mib=2048, cgroup="v2", file_systems=(SCRATCH,),
     gpus=("NVIDIA H100", "NVIDIA H100"), driver="570.1", user="ada", is_root=False,
 )  # fmt: skip
 
@@ -103,6 +105,27 @@ def test_findings(name: str, changes: dict[str, object], severity: Severity, fix
     assert finding.severity is severity
     assert fix in finding.fix
     assert finding.meaning
+
+
+def test_how_environments_are_limited() -> None:
+    assert found("limits of environments").value == "cgroup-v2 below /sys/fs/cgroup/user"
+    scope = dataclasses.replace(HEALTHY.features, groups=None, scope_runner="/bin/systemd-run")
+    assert found("limits of environments", features=scope).value == "systemd-scope"
+    bare = dataclasses.replace(HEALTHY.features, groups=None)
+    finding = found("limits of environments", features=bare)
+    assert finding.value == "rlimit+watchdog (cgroup v2, not delegated)"
+    assert "Delegate=memory pids" in finding.fix
+    old = dataclasses.replace(bare, kernel=(4, 18))
+    assert found("limits of environments", features=old).value.startswith("watchdog")
+
+
+def test_a_small_session_directory_matters_only_without_overlay() -> None:
+    assert found("sessiondir max size", session_mib=64).severity is Severity.good
+    assert "small" not in found("sessiondir max size", session_mib=64).meaning
+    without = dataclasses.replace(HEALTHY.features, container=ALL - {Feature.overlay})
+    finding = found("sessiondir max size", session_mib=64, features=without)
+    assert finding.severity is Severity.note
+    assert "1024" in finding.fix
 
 
 @pytest.mark.parametrize(

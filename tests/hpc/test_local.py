@@ -11,11 +11,16 @@ from pathlib import Path
 import pytest
 
 from hpc import groups, ledger, local, status, submit
+from hpc import supervisor as supervisor_module
 from hpc.errors import PlanError, RunNotFound, SubmitError
+from hpc.journal import claim_attempt
 from hpc.plan import Job
+from hpc.prepare import prepare
 from hpc.rundir import RunDirectory
 from hpc.site import Site
-from hpc.start import claim_attempt
+from hpc.supervisor import Supervisor
+from hpc.task import Phase as TaskPhase
+from hpc.task import Task
 from tests.hpc.plans import HOSTILE, job, local_site, plan, resources
 
 pytestmark = pytest.mark.process
@@ -228,6 +233,84 @@ def test_scale_up_and_down(run: RunDirectory) -> None:
         submit.scale(run.root, "rollout", 0)
 
 
+def test_a_request_to_stop_is_heard_between_starts(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cancel that comes while a long list of tasks is being started starts no more of them."""
+    run.root.mkdir()
+    made = plan(work("rollout", "wait", array_size=5), directory=run.root)
+    prepare(run, plan=made, site=local_site())
+    supervisor = Supervisor(run=run, plan=made, site=local_site())
+    supervisor.enlist(time.time())
+    start = supervisor_module.Supervisor._start
+
+    def start_then_cancel(self: Supervisor, task: Task, now: float) -> None:
+        start(self, task, now)
+        if task.index == 1:
+            submit.cancel(run.root)
+
+    monkeypatch.setattr(supervisor_module.Supervisor, "_start", start_then_cancel)
+    assert supervisor.serve() == 0
+    assert {task.phase for task in supervisor.tasks} == {TaskPhase.stopped}
+    started = [task.index for task in supervisor.tasks if task.token]
+    assert started == [0, 1]
+
+
+def test_resume_while_a_killed_supervisors_jobs_still_end(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(submit, "SETTLE_SECONDS", 0.0)
+    launch(run, work("learner", "deaf", grace_seconds=2))
+    pid_of(run, "learner-0")
+    supervisor = local.supervisor_pid(run)
+    assert supervisor is not None
+    os.kill(supervisor, signal.SIGKILL)
+    wait(lambda: local.supervisor_pid(run) is None, what="it is dead, its guardian isn't")
+    with pytest.raises(SubmitError, match="is still ending after 2 s; try again"):
+        submit.resume(run.root)
+    assert local.wait_gone(run, seconds=90)
+    submit.resume(run.root)
+    wait(lambda: starts(run, "learner") == 2, what="it runs again")
+
+
+def test_no_watchdog_outlives_its_command(run: RunDirectory) -> None:
+    run.root.mkdir()
+    made = plan(work("learner", "wait", grace_seconds=900), directory=run.root)
+    (script,) = prepare(run, plan=made, site=local_site())
+    process = subprocess.Popen(["bash", script], start_new_session=True)
+    command = pid_of(run, "learner-0")
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=300) == 75
+    assert dead(command)
+    # The script's other children have just been told to end.
+    wait(lambda: not groups.members(process.pid), what="nothing of its group lives", seconds=60)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("module load nowhere  # of old", "module load nowhere # of old"),
+        ("source setup.sh", ""),
+        ("source setup.sh && false", "source setup.sh && false"),
+    ],
+)
+def test_setup_that_fails_ends_the_job(run: RunDirectory, line: str, said: str) -> None:
+    run.root.mkdir()
+    # What fails inside a sourced file is its own business.
+    (run.root / "setup.sh").write_text("false\n[ -e /nowhere ] && false\ntrue\n")
+    site = local_site(setup=("module() { return 1; }", line, "export AFTER=1"))
+    launch(run, work("learner", "steps", "1"), site=site)
+    assert local.wait_gone(run, seconds=90)
+    (state,) = status.states(run)
+    if not said:
+        assert state.phase == "finished"
+        return
+    assert (state.phase, state.attempt) == ("failed", 1)
+    assert state.reason.startswith("site.setup failed on ")
+    assert state.reason.endswith(f": {said}")
+    assert len(exits(run, "learner")) == 1
+
+
 def test_chunks_run_with_their_offset(run: RunDirectory) -> None:
     launch(run, work("rollout", "steps", "1", array_size=3), site=local_site(max_array_size=2))
     wait(lambda: phases(run) == ["finished"] * 3, what="all finish")
@@ -238,8 +321,6 @@ def test_chunks_run_with_their_offset(run: RunDirectory) -> None:
 
 
 def test_the_scripts_run_by_hand(run: RunDirectory) -> None:
-    from hpc.prepare import prepare
-
     run.root.mkdir()
     (script,) = prepare(run, plan=plan(work("learner", "steps", "2"), directory=run.root),
                         site=local_site())  # fmt: skip

@@ -28,6 +28,7 @@ def golden_scripts() -> dict[str, str]:
         "rollout": Placement(
             partition="a100", account="p1", gpu_type="a100", on_preempt=OnPreempt.cancel
         ),
+        "inference": Placement(partition="a100", account="p1", gpu_type="a100"),
         "learner": Placement(
             partition="h100",
             account="p1",
@@ -43,6 +44,8 @@ def golden_scripts() -> dict[str, str]:
         job("rollout", "rollout", "--name", HOSTILE, resources=resources(gpus_per_node=2),
             array_size=1500, array_limit=101, after=("buffer",),
             environment=(("MESSAGE", f"{HOSTILE}\nsecond line"),)),
+        job("inference", "/opt/venv/bin/python", "-m", "inference",
+            resources=resources(gpus_per_node=4), array_size=3, after=("buffer",)),
         job("learner", "learner", resources=resources(nodes=4, gpus_per_node=8),
             after=("buffer",), restarts=False),
         site=slurm_site(

@@ -6,9 +6,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from hpc import ledger, start
+from hpc import context, journal, ledger, start
 from hpc.errors import PlanError, UserError
 from hpc.rundir import RunDirectory
+from hpc.scratch import attempt_directory
+
+SCRIPT = Path("scripts/learner.sbatch")
 
 
 def variables(run: RunDirectory, **changes: str) -> dict[str, str]:
@@ -30,15 +33,15 @@ def variables(run: RunDirectory, **changes: str) -> dict[str, str]:
 def begin(run: RunDirectory, **changes: str) -> dict[str, str]:
     """The script's variables after a begin at time 1000."""
     given = variables(run, **changes)
-    context = start.Context.from_environment(given)
-    text = start.begin(context, environment=given, now=1000.0)
+    mine = context.Context.from_environment(given)
+    text = start.begin(mine, script=SCRIPT, environment=given, now=1000.0)
     lines = (line.removeprefix("export ") for line in text.splitlines())
     return {**given, **dict(line.split("=", 1) for line in lines)}
 
 
 def end(run: RunDirectory, given: dict[str, str], *, code: int, asked: str = "") -> str:
-    context = start.Context.from_environment(given)
-    return start.end(context, code=code, asked=asked, environment=given)
+    mine = context.Context.from_environment(given)
+    return start.end(mine, code=code, asked=asked, environment=given)
 
 
 def test_begin_claims_an_attempt(tmp_path: Path) -> None:
@@ -59,7 +62,7 @@ def test_attempts_claimed_at_once_differ(tmp_path: Path) -> None:
 
     def claim() -> None:
         for _ in range(20):
-            claimed.append(start.claim_attempt(run, "rollout", index=3))
+            claimed.append(journal.claim_attempt(run, "rollout", index=3))
 
     threads = [threading.Thread(target=claim) for _ in range(4)]
     for thread in threads:
@@ -90,9 +93,8 @@ def test_temporary_directory_of_the_node_comes_first(tmp_path: Path) -> None:
 
 def test_scratch_of_someone_else_is_refused(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run")
-    scratch = start.scratch_directory(
-        start.Context.from_environment(variables(run)), attempt=1, environment={}
-    )
+    base = Path(variables(run)["PRORL_SCRATCH_BASE"])
+    scratch = attempt_directory(base, run=run.root, job="l", index=0, attempt=1, temporary="")
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     scratch.parent.parent.parent.mkdir(parents=True)
@@ -145,29 +147,43 @@ def test_cancelled_run_starts_nothing(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     running = begin(run)
     run.stop_request.touch()
-    context = start.Context.from_environment(variables(run))
-    text = start.begin(context, environment={}, now=0.0)
+    mine = context.Context.from_environment(variables(run))
+    text = start.begin(mine, script=SCRIPT, environment={}, now=0.0)
     assert text.startswith("exit 0")
     assert end(run, running, code=75, asked="TERM") == "finished"
+
+
+def test_a_copy_that_was_cut_off_calls_nothing_back(tmp_path: Path) -> None:
+    """`scontrol requeue` of the same job id would end the successor."""
+    run = RunDirectory(tmp_path)
+    job = {"SLURM_JOB_ID": "12", "SLURM_JOB_END_TIME": "5000",
+           "PRORL_ATTEMPTS_WITHOUT_PROGRESS": "5"}  # fmt: skip
+    cut_off, successor = begin(run, **job), begin(run, **job)
+    for code in (75, 1, 137):
+        assert end(run, cut_off, code=code) == "finished"
+        last = ledger.read(run.ledger).entries[-1]
+        assert isinstance(last, ledger.Exit)
+        assert (last.next, last.reason) == ("cancelled", "attempt 2 has taken over")
+    assert end(run, successor, code=75) in ("requeue", "resubmit")
 
 
 def test_index_above_the_wanted_size_leaves(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     run.desired("learner").parent.mkdir()
     run.desired("learner").write_text("2")
-    assert start.why_not(run, "learner", index=1) == ""
-    assert "scaled down to 2" in start.why_not(run, "learner", index=2)
+    assert journal.why_not(run, "learner", index=1) == ""
+    assert "scaled down to 2" in journal.why_not(run, "learner", index=2)
 
 
 def test_outside_of_a_job() -> None:
     with pytest.raises(PlanError, match="PRORL_RUN_DIR"):
-        start.Context.from_environment({})
+        context.Context.from_environment({})
 
 
 def test_job_ids() -> None:
-    assert start.job_id({"SLURM_JOB_ID": "12"}) == "12"
+    assert context.job_id({"SLURM_JOB_ID": "12"}) == "12"
     array = {"SLURM_JOB_ID": "12", "SLURM_ARRAY_JOB_ID": "10", "SLURM_ARRAY_TASK_ID": "3"}
-    assert start.job_id(array) == "10_3"
+    assert context.job_id(array) == "10_3"
     # an inherited id of another job never wins over Slurm's own
-    assert start.job_id({"SLURM_JOB_ID": "12", "PRORL_JOB_ID": "9"}) == "12"
-    assert start.job_id({"PRORL_JOB_ID": "local-5"}) == "local-5"
+    assert context.job_id({"SLURM_JOB_ID": "12", "PRORL_JOB_ID": "9"}) == "12"
+    assert context.job_id({"PRORL_JOB_ID": "local-5"}) == "local-5"

@@ -97,6 +97,50 @@ def test_crash_between_sbatch_and_ledger(
     assert phases(run)["learner0"] == "pending"
 
 
+def test_a_job_that_ended_before_its_submission_was_recorded_is_not_doubled(
+    fake: FakeSlurm, run: RunDirectory
+) -> None:
+    launch(run, *three())
+    lines = run.ledger.read_text().splitlines(keepends=True)
+    run.ledger.write_text("".join(lines[:-1]))  # the learner's submit record is lost
+    end(run, "learner", 0, following="finished", job_id="102")
+    fake.change(jobs=[job for job in fake.jobs() if job["id"] != "102"])  # and Slurm has forgotten
+    launch(run, *three())
+    assert len(fake.calls("sbatch")) == 3
+    assert phases(run)["learner0"] == "finished"
+
+
+@pytest.mark.parametrize("following", ["failed", "again"])
+def test_a_resume_after_such_an_end_queues_it_once(
+    fake: FakeSlurm, run: RunDirectory, following: str
+) -> None:
+    launch(run, job("images", array_size=2))
+    lines = run.ledger.read_text().splitlines(keepends=True)
+    run.ledger.write_text("".join(lines[:-1]))
+    end(run, "images", 0, following="finished", job_id="100_0")
+    end(run, "images", 1, following=following, job_id="100_1")
+    fake.set_job("100_0", state="COMPLETED")
+    fake.set_job("100_1", state="FAILED")
+    submit.resume(run.root)  # the dead submission is found again, and stands for no living one
+    assert len(fake.calls("sbatch")) == 2
+    assert "--array=1" in fake.calls("sbatch")[1]
+
+
+def test_a_submission_recorded_late_hides_no_successor(run: RunDirectory, fake: FakeSlurm) -> None:
+    launch(run, job("images"))
+    lines = run.ledger.read_text().splitlines(keepends=True)
+    run.ledger.write_text("".join(lines[:-1]))
+    end(run, "images", 0, following="again", job_id="100")
+    again = ledger.Requeue(time=2e9, job="images", index=0, attempt=1, job_id="105", how="resubmit")
+    ledger.append(run.ledger, entry=again)
+    fake.set_job("100", state="FAILED")
+    fake.change(jobs=[*fake.jobs(), {**fake.jobs()[0], "id": "105", "array": "105",
+                                     "state": "RUNNING"}])  # fmt: skip
+    submit.resume(run.root)
+    assert len(fake.calls("sbatch")) == 1
+    assert [(s.job_id, s.phase) for s in status.states(run)] == [("105", "running")]
+
+
 def test_refused_job_is_told_in_slurms_words(fake: FakeSlurm, run: RunDirectory) -> None:
     fake.change(sbatch_error="Batch job submission failed: Invalid account")
     with pytest.raises(SubmitError, match=r"'buffer' wasn't queued: .*Invalid account"):
@@ -284,3 +328,35 @@ def test_times_by_hand() -> None:
     assert slurm.timestamp("N/A") is None
     with pytest.raises(SubmitError, match="not a job id"):
         slurm.parsable_id("Submitted batch job 7")
+
+
+def test_arrays_are_held_against_the_nodes_of_their_partition_also_when_scaled(
+    fake: FakeSlurm, run: RunDirectory
+) -> None:
+    places = {
+        "default": Placement(partition="cpu"),
+        "rollout": Placement(partition="cpu", max_nodes=4),
+    }
+    site = slurm_site(placements=places, max_node_hours=4.0)
+    jobs = (job("buffer"), job("rollout", array_size=3, after=("buffer",)))
+    with pytest.raises(SiteError, match="5 tasks of job 'rollout' exceed max_nodes=4"):
+        too_many = job("rollout", array_size=5, after=("buffer",))
+        launch(run, jobs[0], too_many, site=site)
+    launch(run, *jobs, site=site)
+    queued = len(fake.calls("sbatch"))
+    with pytest.raises(SiteError, match=r"exceed max_nodes=4 .*site\.placements\.rollout"):
+        submit.scale(run.root, "rollout", 5)
+    submit.scale(run.root, "rollout", 4)
+    assert len(fake.calls("sbatch")) == queued + 1
+
+
+def test_scaling_above_the_node_hours_of_the_site_is_refused(
+    fake: FakeSlurm, run: RunDirectory
+) -> None:
+    # Half an hour each: 4 tasks take 2 node-hours, 5 take 2.5.
+    site = slurm_site(max_node_hours=2.2)
+    launch(run, job("rollout", array_size=2), site=site)
+    submit.scale(run.root, "rollout", 4)
+    with pytest.raises(SiteError, match=r"2\.5 node-hours, above site\.max_node_hours=2\.2"):
+        submit.scale(run.root, "rollout", 5)
+    assert status.indexes_of(run, job("rollout", array_size=2)) == (0, 1, 2, 3)

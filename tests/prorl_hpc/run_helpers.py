@@ -1,5 +1,6 @@
 """Whole runs on this machine, driven as a user would: by the command line alone."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -7,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,11 +27,12 @@ DEADLINE_SECONDS = 700.0
 
 @dataclass(kw_only=True, slots=True)
 class Session:
-    """One run of the recipe `tiny`."""
+    """One run of the recipe `tiny`, or of another one."""
 
     runs: Path
     """Where run directories lie."""
     name: str
+    recipe: str = "tiny"
     overrides: list[str] = field(default_factory=list)
 
     @property
@@ -59,7 +61,7 @@ class Session:
     def submit(self, *more: str, code: int | None = 0) -> subprocess.CompletedProcess[str]:
         root = f'run_root="{_quoted(self.runs)}"'
         return self.cli(
-            "submit", "recipe=tiny", "site=local", root, *self.overrides, *more,
+            "submit", f"recipe={self.recipe}", "site=local", root, *self.overrides, *more,
             "--recipe-dir", str(RECIPES), "--name", self.name,
             code=code,
         )  # fmt: skip
@@ -142,10 +144,7 @@ class Session:
         if whole:
             doomed = self.processes(role, index)
         for pid in doomed:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
+            self.send(pid, signal.SIGKILL)
 
     def signal_script(self, role: str, number: signal.Signals, index: int = 0) -> None:
         """Signals a task's script, as Slurm does, once its program runs."""
@@ -153,20 +152,35 @@ class Session:
         os.kill(self.leader(role, index), number)
 
     def kill_supervisor(self) -> None:
-        """kill -9 of the supervisor; waits until the guardian has ended all that it ran."""
+        """kill -9 of the supervisor; its guardian ends all that it ran."""
         pid = local.supervisor_pid(self.run)
         assert pid is not None, self.said()
         os.kill(pid, signal.SIGKILL)
-        self.wait(
-            lambda: local.wait_gone(self.run, seconds=0), what="the supervisor's processes end"
-        )
+
+    def send(self, pid: int, number: signal.Signals) -> None:
+        """Signals a process; one that is gone is no error."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+    @contextlib.contextmanager
+    def held(self, step: int) -> Iterator[None]:
+        """From `step` on the learner stands still during the block: the run can't end meanwhile."""
+        self.wait_step(step)
+        stopped = self.wait_processes("learner")
+        for pid in stopped:
+            self.send(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            for pid in stopped:
+                self.send(pid, signal.SIGCONT)
 
     def end(self) -> None:
         """Leaves nothing running; for the end of a test."""
         if self.is_supervised:
             self.run.stop_request.touch()
             local.notify(self.run, number=signal.SIGTERM)
-            local.wait_gone(self.run, seconds=120)
+        local.wait_gone(self.run, seconds=120)
 
     # ---- what came of it
 

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from prorl_hpc.choices import Surrogate
 from prorl_hpc.compose import compose, options
-from prorl_hpc.recipe import RecipeError, Surrogate, dump_recipe, load_recipe
+from prorl_hpc.recipe import RecipeError, dump_recipe, load_recipe
 from tests.prorl_hpc.cli.support import recipe_directory
 
 
@@ -43,6 +44,13 @@ def test_every_algorithm_composes(name: str, groups: Path) -> None:
 @pytest.mark.parametrize("name", sorted(options("site")))
 def test_every_shipped_site_is_a_site(name: str) -> None:
     assert compose(["recipe=quickstart", f"site={name}"]).site["name"]
+
+
+def test_a_site_is_called_as_its_file(groups: Path) -> None:
+    (groups / "site" / "copied.yaml").write_text((groups / "site" / "desk.yaml").read_text())
+    start = ["recipe=quickstart", "site=copied"]
+    assert compose(start, recipe_dir=groups).site["name"] == "copied"
+    assert compose([*start, "site.name=mine"], recipe_dir=groups).site["name"] == "mine"
 
 
 def test_tasks_can_be_chosen_added_changed_and_removed(groups: Path) -> None:

@@ -2,19 +2,24 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hpc.errors import SiteError
 from hpc.site import Backend, Placement, Site
+from prorl_hpc.choices import EngineKind, InferencePlacement
 from prorl_hpc.planner import adjustments, make_plan
 from prorl_hpc.recipe import (
     BufferConfig,
+    EngineConfig,
+    InferenceConfig,
     LearnerConfig,
     Recipe,
     RecipeError,
     RolloutConfig,
     TaskConfig,
+    check,
 )
 
 RUN = Path("/data/runs/r")
@@ -86,13 +91,91 @@ def test_warning_leaves_most_of_a_short_walltime() -> None:
 @pytest.mark.parametrize(
     ("limits", "message"),
     [
-        ({"max_nodes": 1}, "learner.nodes=2 exceeds 1"),
+        ({"max_nodes": 5}, "rollout.nodes=6 exceeds 5"),
         ({"memory_mib": 999}, "memory_mib=1000 exceeds"),
     ],
 )
 def test_what_does_not_fit_is_refused(limits: dict[str, object], message: str) -> None:
     with pytest.raises(SiteError, match=message):
         make_plan(recipe(), site(**limits), run_directory=RUN)
+
+
+def test_a_learner_on_more_nodes_than_its_partition_gives_is_refused() -> None:
+    places = {
+        "default": Placement(partition="main"),
+        "learner": Placement(partition="h100", max_nodes=1),
+    }
+    small = Site(name="desk", backend=Backend.slurm, placements=places)
+    with pytest.raises(SiteError, match=r"learner\.nodes=2 exceeds 1 on partition 'h100'"):
+        make_plan(recipe(), small, run_directory=RUN)
+
+
+def own_jobs(**changes: object) -> Recipe:
+    values = {
+        "placement": InferencePlacement.own_jobs, "nodes": 3, "cpus_per_node": 12,
+        "gpus_per_node": 4, "memory_mib": 1000, "walltime_minutes": 90,
+    }  # fmt: skip
+    return recipe(inference=InferenceConfig(**(values | changes)))  # type: ignore[arg-type]
+
+
+def test_inference_jobs_are_an_array_of_their_own_on_their_own_partition() -> None:
+    places = {
+        "default": Placement(partition="main"),
+        "inference": Placement(partition="a100", max_nodes=3, max_walltime_minutes=60),
+    }
+    split = Site(name="desk", backend=Backend.slurm, placements=places)
+    plan = make_plan(own_jobs(), split, run_directory=RUN, python="/usr/bin/python3")
+    assert [job.name for job in plan.ordered()] == ["buffer", "inference", "rollout", "learner"]
+    job = plan.job("inference")
+    assert job.command == ("/usr/bin/python3", "-m", "prorl_hpc.inference", "--run", str(RUN))
+    assert (job.role, job.array_size, job.after) == ("inference", 3, ("buffer",))
+    assert job.resources.gpus_per_node == 4
+    assert job.restarts
+    assert plan.job("rollout").resources.gpus_per_node == 0
+    # 2 h of the buffer, 1 h (capped) of 3 inference nodes, 1 h of 6 rollout and 2 learner nodes
+    assert plan.node_hours() == 2 + 3 + 6 + 2
+    notes = adjustments(own_jobs(), split)
+    assert any("inference: walltime 90 min -> 60" in note for note in notes)
+    with pytest.raises(SiteError, match=r"inference\.nodes=4 exceeds 3 on partition 'a100'"):
+        make_plan(own_jobs(nodes=4), split, run_directory=RUN)
+    beside = dataclasses.replace(own_jobs(), buffer=BufferConfig(colocate="learner"))
+    assert make_plan(beside, split, run_directory=RUN).job("inference").after == ("learner",)
+
+
+def test_node_hours_count_inference_jobs() -> None:
+    limited = dataclasses.replace(site(), max_node_hours=14.0)
+    with pytest.raises(SiteError, match=r"14\.5 node-hours .*inference\.nodes"):
+        # 2 h buffer, 3 times 1.5 h inference, 6 h rollout, 2 h learner
+        make_plan(own_jobs(), limited, run_directory=RUN)
+    make_plan(recipe(), limited, run_directory=RUN)
+
+
+@pytest.mark.parametrize(
+    ("rollout", "inference", "message"),
+    [
+        ({"gpus_per_node": 2}, {}, r"rollout\.gpus_per_node=2 has no use"),
+        (
+            {"engine": EngineConfig(kind=EngineKind.openai, urls=["http://h/v1"])},
+            {},
+            "names servers that run already",
+        ),
+        (
+            {"engine": EngineConfig(kind=EngineKind.vllm, servers_per_node=4, tensor_parallel=2)},
+            {"gpus_per_node": 4},
+            r"need 8 GPUs, but inference\.gpus_per_node=4",
+        ),
+        ({}, {"nodes": 0}, r"inference\.nodes=0"),
+        ({}, {"walltime_minutes": 0}, r"inference\.walltime_minutes=0"),
+    ],
+)
+def test_placements_that_can_not_work_are_refused(
+    rollout: dict[str, Any], inference: dict[str, Any], message: str
+) -> None:
+    made = dataclasses.replace(own_jobs(**inference), rollout=RolloutConfig(**rollout))
+    with pytest.raises(RecipeError, match=message):
+        check(made)
+    usual = dataclasses.replace(made, inference=InferenceConfig())
+    check(usual)
 
 
 def test_node_hours_over_the_limit_are_refused() -> None:

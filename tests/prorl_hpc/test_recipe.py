@@ -6,12 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from prorl_hpc.choices import EngineKind
 from prorl_hpc.recipe import (
     AlgorithmConfig,
     BufferConfig,
+    EngineConfig,
     LearnerConfig,
     Recipe,
     RecipeError,
+    RolloutConfig,
     TaskConfig,
     check,
     dump_recipe,
@@ -52,6 +55,21 @@ def test_written_recipe_reads_back_equal(tmp_path: Path) -> None:
             "publish_every_steps=3 needs algorithm.max_staleness=2",
         ),
         (lambda: recipe(learner=LearnerConfig(export_every_steps=0)), "export_every_steps=0"),
+        (
+            lambda: recipe(learner=LearnerConfig(ranks_per_node=3, gpus_per_node=2)),
+            "learner.ranks_per_node=3 exceeds learner.gpus_per_node=2",
+        ),
+        (
+            lambda: recipe(
+                rollout=RolloutConfig(
+                    gpus_per_node=4,
+                    engine=EngineConfig(
+                        kind=EngineKind.vllm, servers_per_node=3, tensor_parallel=2
+                    ),
+                )
+            ),
+            "need 6 GPUs, more than rollout.gpus_per_node=4",
+        ),
         (
             lambda: recipe(tasks={"a": TaskConfig(kind="logic", num_rollouts=1)}),
             "tasks.a.num_rollouts=1",

@@ -50,7 +50,7 @@ def test_a_run_from_submit_to_report(session: Session) -> None:
     assert "reward" in session.cli("show", name, "--group", "0").stdout
 
     weights = session.weights()
-    assert "isn't running" in session.cli("scale", name, "--rollout", "3", code=2).stderr
+    assert "it is done" in session.cli("scale", name, "--rollout", "3", code=2).stderr
     session.cli("resume", name)
     session.wait_end()
     assert session.weights() == weights

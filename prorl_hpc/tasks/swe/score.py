@@ -2,11 +2,13 @@
 
     fresh tree -> the agent's changes that count -> hidden tests -> test command -> report -> reward
 
-Nothing of the agent's runs before its changes are in and the hidden tests lie over them. Knows no
-store and no prompt. What stays possible is what any test in the same process allows: a repair that
-reaches into the running pytest. It would have to be written into the program's own source.
+Nothing of the agent's runs before its changes are in and the hidden tests lie over them. Each line
+of the report is signed with a key of this session alone. Knows no store and no prompt. What stays
+possible is what any test in the same process allows: a repair that reaches into the running pytest,
+or finds the key in its memory. It would have to be written into the program's own source.
 """
 
+import hmac
 import json
 import secrets
 import shlex
@@ -42,6 +44,8 @@ class Ran:
     """Failed or broke in any phase."""
     complete: bool
     """The session came to its end."""
+    tampered: bool
+    """The report holds what its writer didn't write."""
     timed_out: bool
     seconds: float
     tail: str
@@ -100,6 +104,7 @@ def grade(bug: Bug, ran: Ran) -> Score:
             "fail_to_pass": mended / len(bug.fail_to_pass),
             "pass_to_pass": kept / len(bug.pass_to_pass) if bug.pass_to_pass else 1.0,
             "tests_timed_out": float(ran.timed_out),
+            **({"report_tampered": 1.0} if ran.tampered else {}),
         },
     )
 
@@ -112,7 +117,7 @@ async def run_hidden_tests(
 
     Raises PatchRefused, EnvironmentEnded (the patch's doing), SandboxError or VerifierError.
     """
-    token = secrets.token_hex(8)
+    token, key = secrets.token_hex(8), secrets.token_hex(32).encode()
     work = f"{HARNESS}-{token}"
     try:
         if filtered.kept.strip():
@@ -120,12 +125,14 @@ async def run_hidden_tests(
         await _put_hidden(bug, environment, f"{work}/hidden", hidden)
         source = await _plugin_source()
         await environment.put(f"{work}/plugin/prorl_{token}.py", source)
+        await environment.put(f"{work}/key", key)
     except TransferError as err:
         raise VerifierError(f"the scoring sandbox takes no files: {err}") from err
     report = f"{work}/report.jsonl"
     paths = ":".join([f"{work}/plugin", *filter(None, [variables.get("PYTHONPATH", "")])])
     settings = {
         "PYTHONPATH": paths, "PYTEST_ADDOPTS": f"-p prorl_{token}", "PRORL_REPORT": report,
+        "PRORL_REPORT_KEY": f"{work}/key",
     }  # fmt: skip
     command = ["python3" if word == "python" else word for word in bug.test_command[:1]]
     words = [*(f"{key}={value}" for key, value in settings.items()), *command]
@@ -137,19 +144,29 @@ async def run_hidden_tests(
         lines = await environment.get(report)
     except TransferError:
         lines = b""
-    return read_report(lines, done)
+    return read_report(lines, done, key=key)
 
 
-def read_report(lines: bytes, done: CommandResult) -> Ran:
-    """Outcomes by test id; lines that aren't ours are passed over."""
+def signed_rows(lines: bytes, *, key: bytes) -> tuple[list[dict[str, object]], bool]:
+    """The rows that the reporter wrote, and whether there is nothing else in the file.
+
+    Reading stops at the first line that is not the next of the reporter's own.
+    """
+    rows: list[dict[str, object]] = []
+    for number, line in enumerate(lines.splitlines()):
+        text, _, mark = line.rpartition(b"\t")
+        wanted = hmac.new(key, b"%d\t%b" % (number, text), "sha256").hexdigest()
+        if not hmac.compare_digest(wanted.encode(), mark):
+            return rows, False
+        rows.append(json.loads(text))
+    return rows, True
+
+
+def read_report(lines: bytes, done: CommandResult, *, key: bytes) -> Ran:
+    """Outcomes by test id. A report that holds anything else is of no complete session."""
+    rows, whole = signed_rows(lines, key=key)
     passed, failed, complete = set(), set(), False
-    for line in lines.splitlines():
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if not isinstance(row, dict):
-            continue
+    for row in rows:
         if "end" in row:
             complete = True
         elif row.get("outcome") == "failed":
@@ -159,8 +176,9 @@ def read_report(lines: bytes, done: CommandResult) -> Ran:
     timed_out = done.timed_out or done.stopped_for is not None
     tail = "\n".join(done.text.rstrip().splitlines()[-15:])
     return Ran(
-        passed=frozenset(passed), failed=frozenset(failed), complete=complete and not timed_out,
-        timed_out=timed_out, seconds=done.duration_seconds, tail=tail,
+        passed=frozenset(passed), failed=frozenset(failed), tampered=not whole,
+        complete=complete and whole and not timed_out, timed_out=timed_out,
+        seconds=done.duration_seconds, tail=tail,
     )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from prorl_hpc.environment.base import (
     Environment,
     EnvironmentSpec,
+    Limits,
     SandboxStartError,
     TransferError,
 )
@@ -31,6 +32,12 @@ BASE = "refs/prorl/base"
 UNREADABLE = b"\0unreadable\n"
 """Stands for a tree that the agent left without a way to read it."""
 
+TESTBEDS = """\
+for one in /opt/miniconda3/envs/testbed /testbed/.venv; do
+  if [ -x "$one/bin/python" ]; then export PATH="$one/bin:$PATH" CONDA_PREFIX="$one"; break; fi
+done"""
+"""Where published images of SWE-bench form keep the interpreter that has the requirements."""
+
 PROMPT = """\
 The repository of {name} is in {tree}. It has this fault:
 
@@ -39,7 +46,7 @@ The repository of {name} is in {tree}. It has this fault:
 Mend it in the source. Hidden tests will be run; changes of tests and of their configuration are \
 not counted. There is no network."""
 
-OPTIONS = SANDBOX_OPTIONS | {"store", "test_seconds", "replay"}
+OPTIONS = SANDBOX_OPTIONS | {"store", "test_seconds", "replay", "prologue"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,6 +56,8 @@ class Settings:
     sandboxes: Sandboxes
     store: InstanceStore
     test_seconds: float
+    prologue: str = TESTBEDS
+    """Run in each shell over an image of SWE-bench form."""
 
 
 class SweTask:
@@ -79,6 +88,10 @@ class SweTask:
     def score(self, instance: Instance, response: str) -> Score:  # noqa: ARG002
         raise VerifierError(f"{instance.instance_id}: a bug is scored in an environment only")
 
+    def demonstration(self, instance: Instance) -> str | None:  # noqa: ARG002
+        """None: an episode of commands is no answer that could be shown."""
+        return None
+
     # --- the agent's side ----------------------------------------------------------------------
 
     def environment_spec(self, instance: Instance) -> EnvironmentSpec:
@@ -95,7 +108,8 @@ class SweTask:
         return EnvironmentSpec(
             backend=sandboxes.backend, image=sandboxes.image_of(bug.instance_id, own=bug.image),
             directory=TREE, variables=variables_of(bug), binds=binds,
-            accept_missing=sandboxes.accept_missing,
+            prologue=self.settings.prologue if bug.form is Form.swe_bench else "",
+            accept_missing=sandboxes.accept_missing, limits=sandboxes.limits,
         )  # fmt: skip
 
     async def setup(self, instance: Instance, environment: Environment) -> None:
@@ -269,9 +283,10 @@ def settings_of(name: str, config: TaskConfig) -> Settings:
             f"score_timeout_seconds={config.score_timeout_seconds:g}"
         )
     return Settings(
-        sandboxes=read_sandboxes(name, config, default_image="swe"),
+        sandboxes=read_sandboxes(name, config, default_image="swe", limits=Limits()),
         store=InstanceStore(root=store_root(options.get("store"))),
         test_seconds=seconds,
+        prologue=TESTBEDS if options.get("prologue") is None else str(options["prologue"]),
     )
 
 

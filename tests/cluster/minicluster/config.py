@@ -10,6 +10,8 @@ CPUS_PER_NODE = 16
 MEMORY_MIB_PER_NODE = 32_000
 GPUS_PER_NODE = 8
 MAX_ARRAY_SIZE = 101
+FORGET_SECONDS = 5
+"""So long after its end the controller forgets a job where accounting remembers it."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ SlurmdTimeout=10
 SlurmctldTimeout=10
 KillWait=10
 InactiveLimit=0
-MinJobAge=900
+MinJobAge={FORGET_SECONDS if layout.accounting else 900}
 MaxArraySize={MAX_ARRAY_SIZE}
 MaxJobCount=5000
 TCPTimeout=2

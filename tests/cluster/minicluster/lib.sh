@@ -1,8 +1,9 @@
 # Shared by the scripts beside it; sourced, never run. Knows how to become root, how to call apt
 # without blocking for ever and without apt starting any daemon. Knows nothing of Slurm or images.
+# A script that is no part of the cluster sets `speaker` to its own name.
 # shellcheck shell=bash
 
-say() { printf 'minicluster: %s\n' "$*" >&2; }
+say() { printf '%s: %s\n' "${speaker:-minicluster}" "$*" >&2; }
 die() { say "$*"; exit 1; }
 
 # as_root CMD...: as root, or through sudo where it asks for no password.

@@ -2,6 +2,7 @@
 
 import pytest
 
+from prorl_hpc.agents import render
 from prorl_hpc.agents.characters import build_character_tokenizer
 from prorl_hpc.agents.render import (
     TokenizerError,
@@ -107,3 +108,16 @@ def test_decoding_leaves_control_tokens_out():
     tokenizer = byte_tokenizer()
     ids = (*tokenizer.encode("héllo 🙂"), stop_ids(tokenizer)[0])
     assert decode_answer(tokenizer, ids) == "héllo 🙂"
+
+
+def test_stop_ids_are_found_once_per_tokenizer_and_template(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tokenizer = build_character_tokenizer("abc")
+    first = stop_ids(tokenizer)
+    found = []
+    monkeypatch.setattr(render, "_find_stop_ids", lambda t: found.append(t) or (7,))
+    assert stop_ids(tokenizer) == first
+    tokenizer.chat_template = f"{tokenizer.chat_template} "
+    assert stop_ids(tokenizer) == stop_ids(tokenizer) == (7,)
+    assert found == [tokenizer]

@@ -23,7 +23,8 @@ MESSAGES = (Message(role="user", content="mend it"),)
 class Recorder:
     """Stands for a conversation: counts how often the model is asked."""
 
-    def __init__(self) -> None:
+    def __init__(self, rollout_index: int = 0) -> None:
+        self.rollout_index = rollout_index
         self.begun: Sequence[Message] = ()
         self.num_answers = 0
         self.seen: list[str] = []
@@ -50,8 +51,8 @@ class Keeping(FakeEnvironment):
         self.files[path] = data
 
 
-def play(agent: Replay) -> tuple[Recorder, Keeping]:
-    conversation, environment = Recorder(), Keeping()
+def play(agent: Replay, rollout_index: int = 0) -> tuple[Recorder, Keeping]:
+    conversation, environment = Recorder(rollout_index), Keeping()
     asyncio.run(agent.run(conversation, messages=MESSAGES, environment=environment))  # type: ignore
     return conversation, environment
 
@@ -71,9 +72,13 @@ def test_empty_does_nothing_but_ask_the_model() -> None:
     assert conversation.num_answers == 1
 
 
-def test_mixed_takes_turns() -> None:
-    agent = make_replay(Policy.mixed, golds={"mend it": b"patch"}, directory="/tree")
-    assert [bool(play(agent)[1].commands) for _ in range(4)] == [True, False, True, False]
+def test_mixed_takes_turns_within_a_group_whichever_node_runs_a_rollout() -> None:
+    nodes = [
+        make_replay(Policy.mixed, golds={"mend it": b"patch"}, directory="/tree") for _ in range(2)
+    ]
+    acted = [bool(play(nodes[i // 2 % 2], i)[1].commands) for i in range(4)]
+    assert acted == [True, False, True, False]
+    assert [bool(play(node, 1)[1].commands) for node in nodes] == [False, False]
 
 
 def test_destructive_goes_through_all_attacks() -> None:
@@ -84,7 +89,7 @@ def test_destructive_goes_through_all_attacks() -> None:
 
 @pytest.mark.parametrize("shown", [True, False])
 def test_the_model_may_be_shown_what_commands_say(shown: bool) -> None:
-    agent = Replay(lambda _: ["ls", "pwd"], render=(lambda *_: ()) if shown else None)
+    agent = Replay(lambda *_: ["ls", "pwd"], render=(lambda *_: ()) if shown else None)
     conversation, environment = play(agent)
     assert environment.commands == ["ls", "pwd"]
     assert conversation.num_answers == (3 if shown else 1)

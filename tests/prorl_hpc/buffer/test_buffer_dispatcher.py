@@ -12,6 +12,7 @@ from prorl_hpc.buffer.dispatcher import Admission, Dispatcher
 from prorl_hpc.buffer.manifest import Chosen, Closed, Dropped, Limit, Line, Shard
 from prorl_hpc.buffer.messages import VALIDATION_BASE, Claim, GroupIds
 from prorl_hpc.buffer.mixture import Mixture, TaskShare, permuted
+from prorl_hpc.choices import CurriculumKind
 from prorl_hpc.records import Kind, Lease, Outcome
 from tests.prorl_hpc.buffer.buffer_helpers import make_config, make_trajectory, produce
 
@@ -251,10 +252,57 @@ def test_a_validation_that_nobody_makes_ends_and_says_what_is_missing() -> None:
     assert ([ref.group_id for ref in found.groups], found.num_dropped) == ([VALIDATION_BASE], 2)
 
 
+def test_a_newer_validation_ends_the_older_ones_work() -> None:
+    d, disk = make()
+    announce(d)
+    d.validate(version=0, counts={"sums": 3}, num_rollouts=1)
+    held, other = d.lease("w0", capacity=2, now=0.0)
+    disk.push(other)
+    d.advance(version=2)
+    d.validate(version=2, counts={"sums": 1}, num_rollouts=1)
+    disk.flush()
+    # The node that is at work on it hears of it, and what it pushes still is too late.
+    claim = Claim(lease_id=held.lease_id, group_id=held.group_id, rollouts=held.rollouts)
+    assert d.heartbeat("w0", [claim], now=1.0) == [held.lease_id]
+    assert disk.push(held) == [Admission.late]
+    lease = d.lease("w0", capacity=1, now=1.0)[0]
+    assert (lease.kind, lease.policy_version) == (Kind.validation, 2)
+    old = d.validation_results(0)
+    assert old.groups is not None
+    assert ([ref.group_id for ref in old.groups], old.num_dropped) == ([VALIDATION_BASE + 1], 2)
+    assert d.lease("w0", capacity=1, now=1.0)[0].kind is Kind.train
+
+
+def test_a_superseded_validation_is_taken_up_again_when_a_resumed_learner_asks() -> None:
+    d, disk = make()
+    announce(d)
+    d.validate(version=0, counts={"sums": 2}, num_rollouts=1)
+    disk.push(d.lease("w0", capacity=1, now=0.0)[0])
+    d.validate(version=1, counts={"sums": 1}, num_rollouts=1)
+    disk.flush()
+    for restart in (False, True):
+        if restart:
+            d = Dispatcher(d.config)
+            d.restore(disk.lines, now=0.0)
+            disk.dispatcher = d
+            announce(d)
+        d.validate(version=0, counts={"sums": 2}, num_rollouts=1)
+        assert d.validation_results(0).num_open == 1
+    (lease,) = d.lease("w0", capacity=1, now=20.0)
+    assert lease.group_id == VALIDATION_BASE + 1
+    disk.push(lease, now=20.0)
+    found = d.validation_results(0)
+    assert found.groups is not None
+    assert (len(found.groups), found.num_dropped) == (2, 0)
+    again = Dispatcher(d.config)
+    again.restore(disk.lines, now=0.0)
+    assert again.validation_results(0).groups == found.groups
+
+
 def test_the_curriculum_passes_over_what_teaches_nothing_and_remembers_it() -> None:
     config: dict[str, object] = {
         "tasks": {"sums": TaskShare(weight=1.0, train_size=6)},
-        "curriculum": True,
+        "curriculum": CurriculumKind.solve_rate,
         "deterministic": True,
         "max_staleness": 0,
         "batch_groups": 6,
@@ -298,6 +346,17 @@ def test_failures_are_counted_by_what_went_wrong() -> None:
     for detail in ("no image", "no image", "engine gone"):
         d.admit(replace(failure, detail=detail), now=0.0)
     assert d.failures == {"sums: no image": 2, "sums: engine gone": 1}
+
+
+def test_names_that_differ_every_time_are_one_kind_of_failure() -> None:
+    d, _ = make()
+    announce(d)
+    d.lease("w0", capacity=4, now=0.0)
+    failure = make_trajectory(0, 0, outcome=Outcome.infrastructure_failure)
+    for token in ("0123456789ab-ba9876543210", "aaaaaaaaaaaa-bbbbbbbbbbbb"):
+        detail = f"init: scratch /local/worker-{token[:12]}/{token} can't be made: No space left"
+        d.admit(replace(failure, detail=detail), now=0.0)
+    assert d.failures == {"sums: init: scratch /local/worker-*/* can't be made: No space left": 2}
 
 
 def test_stages_change_rollouts_and_context_of_new_groups() -> None:

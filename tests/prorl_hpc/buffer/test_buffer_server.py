@@ -228,6 +228,30 @@ def test_infrastructure_failures_are_retried_then_masked(tmp_path: Path) -> None
         learner.close()
 
 
+def test_a_node_claims_nothing_that_it_has_handed_in(tmp_path: Path) -> None:
+    """A rollout that is to be tried again could else be revived for a node that isn't at it."""
+    run = make_run(tmp_path / "run")
+    config = make_config(max_infrastructure_retries=3)
+    with serving(run, config=config) as buffer:
+        learner = buffer.learner()
+
+        async def node() -> None:
+            client, other = await buffer.rollout(), await buffer.rollout("w1")
+            lease = (await client.lease(4)).leases[0]
+            failure = make_trajectory(lease.group_id, 0, outcome=Outcome.infrastructure_failure)
+            assert await client.push([failure]) == {(0, 0): "retry"}
+            # As after a restart: the lease is unknown, and revived by what the node claims.
+            buffer.server.service.dispatcher.leases.end(lease.lease_id)
+            await client.heartbeat([lease.lease_id])
+            again = [x for x in (await other.lease(100)).leases if x.group_id == lease.group_id]
+            assert [x.rollouts for x in again] == [(0,)]
+            await client.close()
+            await other.close()
+
+        asyncio.run(node())
+        learner.close()
+
+
 def test_the_watchdog_names_who_is_missing(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     with serving(

@@ -1,6 +1,7 @@
 """Commands on a run that exists: written by a dry run, with attempts and metrics put in by hand."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,9 @@ import pytest
 from hpc import ledger
 from hpc.errors import UserError
 from hpc.status import JobState, Phase
+from prorl_hpc.buffer.manifest import Closed, Line, ManifestWriter, Owner, Shard
+from prorl_hpc.buffer.shard import shard_image, write_shard
+from prorl_hpc.buffer.validation import first_group
 from prorl_hpc.cli.evaluate import parse_ks
 from prorl_hpc.cli.logs import attempt_directory
 from prorl_hpc.cli.main import main
@@ -18,7 +22,7 @@ from prorl_hpc.cli.watch import is_over, summary
 from prorl_hpc.evaluation.evaluate import plan_leases, score_tasks
 from prorl_hpc.observe.metrics import MetricsWriter
 from prorl_hpc.observe.trajectories import describe_trajectory, segments
-from prorl_hpc.policy import publish_policy
+from prorl_hpc.policy import publish_directory, publish_policy
 from prorl_hpc.recipe import Recipe, TaskConfig, load_recipe
 from prorl_hpc.records import Kind, Outcome, Trajectory
 from prorl_hpc.run import Run
@@ -56,6 +60,35 @@ def trajectory(reward: float | None, *, group: int = 0, index: int = 0) -> Traje
         reward=reward,
         outcome=Outcome.infrastructure_failure if failed else Outcome.scored,
     )
+
+
+def store_groups(run: Run, made: list[Trajectory]) -> None:
+    """What a buffer leaves: one shard, and its groups closed."""
+    run.shards.mkdir(parents=True)
+    image = shard_image(made)
+    digest = write_shard(run.shard(7), image=image)
+    rows = tuple((t.group_id, t.rollout_index, True) for t in made)
+    lines: list[Line] = [
+        Owner(format=1, attempt=1, host="n1"),
+        Shard(number=7, sha256=digest, num_bytes=image.num_bytes, rows=rows),
+    ]
+    for group in sorted({t.group_id for t in made}):
+        rollouts = tuple((t.rollout_index, 7, row, True) for row, t in enumerate(made)
+                         if t.group_id == group)  # fmt: skip
+        lines.append(
+            Closed(
+                group=group,
+                kind=Kind.validation,
+                task="a",
+                instance_id=f"a-{group}",
+                num_rollouts=2,
+                rollouts=rollouts,
+                reason="complete",
+            )
+        )
+    writer = ManifestWriter(run.manifest, owner=1)
+    writer.append(lines)
+    writer.close()
 
 
 def test_status_of_a_run_that_was_never_started(
@@ -147,6 +180,71 @@ def test_logs_of_the_newest_attempt(run: Run, capsys: pytest.CaptureFixture[str]
         attempt_directory(run, "learner", index=0, attempt=3)
 
 
+def test_logs_that_are_empty_say_so(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = run.attempt_logs("rollout", index=1, attempt=1)
+    directory.mkdir(parents=True)
+    (directory / "out.log").touch()
+    assert main(["logs", "quickstart", "rollout", "1"]) == 0
+    assert f"nothing is in {directory} yet\n" in capsys.readouterr().err
+    (run.logs / "rollout" / "local-1.out").write_text("bash: module: command not found\n")
+    assert main(["logs", "quickstart", "rollout", "1"]) == 0
+    assert "its script's own words are in" in capsys.readouterr().err
+
+
+def test_logs_of_a_role_that_there_is_not(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    (run.logs / "supervisor.log").touch()
+    assert main(["logs", "quickstart", "rolout"]) == 2
+    err = capsys.readouterr().err
+    assert "has no role 'rolout'; it has buffer, learner, rollout\n" in err
+    run.attempt_logs("rollout", index=1, attempt=1).mkdir(parents=True)
+    assert main(["logs", "quickstart", "rollout", "7"]) == 2
+    assert "rollout 7 of run 'quickstart' has no attempt yet; begun have 1;" in (
+        capsys.readouterr().err
+    )
+
+
+def test_first_letters_of_a_name_will_do_where_nothing_changes(
+    run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["status", "quick"]) == 0
+    assert "run quickstart" in capsys.readouterr().out
+    for argv in (["cancel", "quick"], ["resume", "quick"], ["scale", "quick", "--rollout", "1"]):
+        assert main(argv) == 2
+        assert "run 'quick' isn't in runs (runs there: quickstart)" in capsys.readouterr().err
+    shutil.copytree(run.root, run.root.with_name("quicksand"))
+    assert main(["status", "quick"]) == 2
+    assert "2 begin so (" in capsys.readouterr().err
+    assert main(["status", "quicks"]) == 2
+    assert main(["status", "quicksa"]) == 0
+
+
+def test_cancel_of_a_run_that_has_ended_changes_nothing(
+    run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["cancel", "quickstart"]) == 0
+    assert "isn't running, there is nothing to cancel: never started" in capsys.readouterr().out
+    for job, index in (("buffer", 0), ("learner", 0), ("rollout", 0), ("rollout", 1)):
+        for entry in (
+            ledger.Start(
+                time=1.0, job=job, role=job, index=index, attempt=1, job_id="local-1", host="n1"
+            ),
+            ledger.Exit(
+                time=2.0, job=job, index=index, attempt=1, code=0, next="finished", reason="done"
+            ),
+        ):
+            ledger.append(run.ledger, entry=entry)
+    assert main(["cancel", "quickstart"]) == 0
+    assert "nothing to cancel: done; next: prorl-hpc report" in capsys.readouterr().out
+    assert not run.stop_request.exists()
+    for argv, what in (
+        (["scale", "quickstart", "--rollout", "3"], "be scaled"),
+        (["reset-reference", "quickstart"], "reset its reference"),
+    ):
+        assert main(argv) == 2
+        assert f"run 'quickstart' can't {what}: it is done; next: " in capsys.readouterr().err
+    assert not run.requests.exists()
+
+
 def test_report_and_list(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", "quickstart"]) == 0
     assert run.report.read_text().startswith("<!doctype html>")
@@ -184,9 +282,51 @@ def test_export_checks_hashes(run: Run, capsys: pytest.CaptureFixture[str]) -> N
     assert not Path("out2").exists()
 
 
+def test_export_of_a_step_takes_whatever_holds_it(
+    run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def write(path: Path) -> None:
+        (path / "w.safetensors").write_bytes(b"w")
+
+    assert main(["export", "quickstart", "out", "--step", "4"]) == 2
+    assert (
+        "step 4 of run 'quickstart' has no checkpoint; there: none yet" in capsys.readouterr().err
+    )
+    publish_policy(run, version=5, step=4, write=write)  # after a roll-back
+    assert main(["export", "quickstart", "out", "--step", "4"]) == 0
+    assert "version 5, step 4" in capsys.readouterr().out
+    publish_directory(run.export(2), version=2, step=2, write=write)
+    assert main(["export", "quickstart", "two", "--step", "2"]) == 0
+    assert Path("two/w.safetensors").exists()
+    assert main(["export", "quickstart", "two", "--step", "4"]) == 2
+    assert "two exists" in capsys.readouterr().err
+
+
 def test_show_without_groups(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", "quickstart", "--group", "7"]) == 2
     assert "none is closed yet" in capsys.readouterr().err
+
+
+def test_show_speaks_of_groups_as_the_user_counts_them(
+    run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = first_group(6)
+    made = [trajectory(1.0, group=group, index=i) for group in (0, 5, first, first + 1)
+            for i in (0, 1)]  # fmt: skip
+    store_groups(run, made)
+    assert main(["show", "quickstart", "--group", "99999"]) == 2
+    err = capsys.readouterr().err
+    assert "group 99999 of run 'quickstart' isn't in its buffer (closed: 0 to 5; " in err
+    assert "--validation of version 6 (2 groups))\n" in err
+    for wrong in (["--group", str(first)], ["--group", "2", "--validation", "6"],
+                  ["--group", "0", "--validation", "7"], ["--group", "-1", "--validation", "7"],
+                  ["--group", "0", "--rollout", "9"]):  # fmt: skip
+        assert main(["show", "quickstart", "--ids", *wrong]) == 2
+    assert "rollout 9 of group 0 isn't usable; usable are [0, 1]" in capsys.readouterr().err
+    assert main(["show", "quickstart", "--ids", "--group", "1", "--validation", "6"]) == 0
+    out = capsys.readouterr().out
+    assert "group 1: validation of version 6, task a, " in out
+    assert str(first) not in out
 
 
 def test_export_of_an_empty_buffer(run: Run, capsys: pytest.CaptureFixture[str]) -> None:

@@ -75,6 +75,32 @@ def test_started_run_keeps_its_recipe(
     assert "steps: 5 there, 6 here" in capsys.readouterr().err
 
 
+def test_submit_of_a_run_that_has_ended_says_how(
+    base: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*base, "--dry-run"]) == 0
+    run = Run(tmp_path / "runs" / "quickstart")
+    for job, next_ in (("buffer", "cancelled"), ("learner", "failed"), ("rollout", "cancelled")):
+        indexes = "0-1" if job == "rollout" else None
+        entry = ledger.Submit(time=1.0, job=job, token="", job_id="local-1", indexes=indexes)
+        ledger.append(run.ledger, entry=entry)
+        for index in ledger.parse_indexes(indexes):
+            start = ledger.Start(
+                time=2.0, job=job, role=job, index=index, attempt=1, job_id="local-1", host="n1"
+            )
+            end = ledger.Exit(
+                time=3.0, job=job, index=index, attempt=1, code=1, next=next_, reason="by test"
+            )
+            for entry_ in (start, end):
+                ledger.append(run.ledger, entry=entry_)
+    before = run.ledger.read_bytes()
+    capsys.readouterr()
+    assert main(base) == 0
+    out = capsys.readouterr().out
+    assert "was started before and isn't running: learner attempt 1 failed on n1: by test" in out
+    assert run.ledger.read_bytes() == before
+
+
 def test_data_and_run_root_become_absolute(base: list[str], tmp_path: Path) -> None:
     (tmp_path / "p.jsonl").write_text('{"problem": "1+1", "answer": "2"}\n')
     overrides = ["recipe=quickstart", "site=desk", "tasks.spell_backward.data=p.jsonl"]
@@ -105,10 +131,22 @@ def test_runs_are_made_where_they_are_looked_up(
         (["tasks.spell_backward.data=blank.jsonl"], "only blank lines"),
         (["tasks.spell_backward.data=broken.jsonl"], "first line isn't JSON"),
         (["learner.nodes=5"], "learner.nodes=5 exceeds 4"),
-        (["rollout.nodes=400"], "site.max_node_hours=100"),
+        (["rollout.nodes=400"], "rollout.nodes=400 exceeds 4"),
+        (["site.max_node_hours=0.5"], "site.max_node_hours=0.5"),
         (["learner.memory_mib=20000"], "learner.memory_mib=20000 exceeds"),
         (["--name", "a/b"], "name='a/b' can't name a run"),
+        (["--name", ""], "name='' can't name a run"),
+        (["learner.gpus_per_node=2", "learner.ranks_per_node=3"], "give each rank a GPU"),
+        (["steps"], "write key=value, e.g. steps=..."),
+        (["countdown"], "e.g. task=countdown"),
+        (["nonsense"], "e.g. recipe=logic"),
         (["algorithm.batch_groups=7", "algorithm.updates_per_step=2"], "isn't divisible"),
+        (["rollout.engine.kind=openai"], "rollout.engine.urls=[http://host:8000/v1]"),
+        (
+            ["rollout.engine.kind=openai", "rollout.engine.urls=['http://127.0.0.1:9/v1']"],
+            "rollout.engine.kind=openai can't train",
+        ),
+        (["+tasks.spell_backward.top_p=0.9"], "top_p"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_2(

@@ -141,3 +141,25 @@ def test_counts_never_go_astray(steps: list[tuple[str, int]]) -> None:
     for ticket in tickets:
         made.done(ticket, num_tokens=None)
     assert [made.in_flight(f"s{n}") for n in range(3)] == [0, 0, 0]
+
+
+def test_requests_of_other_clients_weigh_as_much_as_ours() -> None:
+    made = balancer("a", "b")
+    made.observe("a", num_requests=3)  # three of somebody else's
+    assert [take(made).server for _ in range(3)] == ["b", "b", "b"]
+    # Three each by now: by name the first is next. Ours on b are no strangers.
+    made.observe("b", num_requests=3)
+    assert take(made).server == "a"
+    made.observe("a", num_requests=1)
+    made.observe("unknown", num_requests=9)
+    assert take(made).server == "a"
+
+
+def test_a_late_server_shared_by_many_clients_starts_with_a_smaller_window() -> None:
+    made = Balancer(expected_tokens=100.0, first_window=1)
+    made.join("old")
+    warm(made, "old", ())
+    for _ in range(20):
+        take(made)
+    made.join("late")
+    assert [take(made).server for _ in range(4)] == ["late", "old", "old", "old"]

@@ -1,15 +1,18 @@
 """The pool over servers that come and go; servers are in-process fakes with the same face."""
 
 import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from prorl_hpc.inference.engine import Completion, EngineError, Sampling
+from prorl_hpc.inference.engine import Chunk, Completion, EngineError, Sampling
 from prorl_hpc.inference.http import RequestRefused, ServerGone
 from prorl_hpc.inference.http_pool import HttpPool
 from prorl_hpc.inference.server import LoadFailed, Server
-from prorl_hpc.policy import publish_directory
+from prorl_hpc.policy import digest_at, publish_directory
 
 SAMPLING = Sampling(temperature=1.0, max_new_tokens=4)
 BOUND_SECONDS = 300.0
@@ -248,6 +251,144 @@ def test_cancelling_reaches_the_server_and_frees_its_place() -> None:
             await request
         assert pool._balancer.in_flight("a") == 0
         assert not pool._running["a"]
+        await pool.close()
+
+    run(check())
+
+
+class StreamingFake(FakeServer):
+    """Streams token by token; breaks off, or hangs, after so many tokens, if that is set."""
+
+    breaks_after: int | None = None
+    hangs_after: int | None = None
+
+    async def stream(
+        self, prompt_ids: tuple[int, ...], *, sampling: Sampling
+    ) -> AsyncGenerator[Chunk, None]:
+        self.num_requests += 1
+        self.prompt, self.sampling = prompt_ids, sampling
+        for place in range(sampling.max_new_tokens):
+            if place == self.hangs_after:
+                await asyncio.Event().wait()
+            if place == self.breaks_after:
+                self.alive = False
+                raise ServerGone(f"{self.address} is dead")
+            last = place + 1 == sampling.max_new_tokens
+            yield Chunk(
+                token_ids=(len(prompt_ids) + place,),
+                logprobs=(-1.0,),
+                versions=(self.version,),
+                finish_reason="length" if last else None,
+            )
+
+
+@pytest.mark.parametrize("breaks_after", [0, 2, 4])
+def test_a_stream_goes_on_elsewhere_after_what_has_come(breaks_after: int) -> None:
+    async def check() -> None:
+        a, b = StreamingFake("a"), StreamingFake("b")
+        pool = await opened(a, b)
+        a.breaks_after = breaks_after
+        # The idlest of equals is the first by name.
+        chunks = [c async for c in pool.stream((5, 6), sampling=replace(SAMPLING, seed=9))]
+        assert [token for c in chunks for token in c.token_ids] == [2, 3, 4, 5]
+        assert chunks[-1].finish_reason == "length"
+        if breaks_after == 4:  # never reached: four tokens are all
+            assert (a.alive, b.num_requests) == (True, 0)
+        else:
+            assert b.prompt == (5, 6, *range(2, 2 + breaks_after))
+            assert b.sampling.max_new_tokens == 4 - breaks_after
+            assert (b.sampling.seed == 9) == (breaks_after == 0)
+            assert pool.servers == ("b",)
+        assert pool._balancer.in_flight("b") == 0
+        await pool.close()
+
+    run(check())
+
+
+def test_a_stream_of_a_server_that_is_given_up_moves_on() -> None:
+    async def check() -> None:
+        a, b = StreamingFake("a"), StreamingFake("b")
+        pool = await opened(a)
+        a.hangs_after = 2
+        got: list[Chunk] = []
+
+        async def consume() -> None:
+            async for chunk in pool.stream((5,), sampling=SAMPLING):
+                got.append(chunk)
+
+        task = asyncio.create_task(consume())
+        await until(lambda: len(got) == 2)
+        await pool.join(b)
+        a.alive = False
+        pool._lose(a, "hangs")
+        await task
+        assert [token for c in got for token in c.token_ids] == [1, 2, 3, 4]
+        assert b.num_requests == 1
+        await pool.close()
+
+    run(check())
+
+
+def test_closing_a_stream_early_cancels_it_and_frees_its_place() -> None:
+    async def check() -> None:
+        a = StreamingFake("a")
+        pool = await opened(a)
+        async with aclosing(pool.stream((5,), sampling=SAMPLING)) as stream:
+            async for _ in stream:
+                break
+        assert pool._balancer.in_flight("a") == 0
+        assert not pool._running["a"]
+        await pool.close()
+
+    run(check())
+
+
+def test_a_server_started_from_lost_weights_of_the_same_number_is_moved(tmp_path: Path) -> None:
+    async def check() -> None:
+        a, late, same = FakeServer("a"), FakeServer("late"), FakeServer("same")
+        loads: list[str] = []
+
+        async def load(version: int, *, path: Path) -> None:
+            loads.append(path.name)
+
+        late.version = same.version = 1
+        late.load = same.load = load  # type: ignore[method-assign]
+        pool = await opened(a)
+        path = version_at(tmp_path / "v1", 1)
+        await pool.load(1, path=path)
+        await pool.join(same, digest=digest_at(path))
+        assert not loads
+        await pool.join(late, digest="of weights that a crash lost")
+        assert loads == ["v1"]
+
+
+def test_a_retired_server_ends_what_it_has_and_no_health_check_takes_it_back() -> None:
+    async def check() -> None:
+        a, b = FakeServer("a"), FakeServer("b")
+        pool = await opened(a)
+        a.hold.clear()
+        held = asyncio.create_task(pool.generate((1,), sampling=SAMPLING))
+        await until(lambda: a.num_requests == 1)
+        pool.retire("a")
+        pool.retire("unknown")
+        assert pool.servers == ()
+        a.alive = False
+        await pool._look_at(a)
+        a.alive = True
+        await pool._look_at(a)
+        assert pool.servers == ()
+        await pool.join(b)
+        assert len((await pool.generate((1,), sampling=SAMPLING)).token_ids) == 4
+        assert (a.num_requests, b.num_requests) == (1, 1)
+        a.hold.set()
+        assert len((await held).token_ids) == 4
+        assert "a" not in pool._servers
+        await until(lambda: a.closed)
+        assert (pool.num_lost, pool.num_retries) == (0, 0)
+        idle = FakeServer("idle")
+        await pool.join(idle)
+        pool.retire("idle")
+        await until(lambda: idle.closed)
         await pool.close()
 
     run(check())

@@ -2,8 +2,9 @@
 
 import pytest
 
+from prorl_hpc.choices import EngineKind
 from prorl_hpc.inference.pool import FACTORIES, make_engine
-from prorl_hpc.recipe import EngineKind, RecipeError
+from prorl_hpc.recipe import RecipeError
 from tests.prorl_hpc.rollout.helpers import make_recipe
 
 

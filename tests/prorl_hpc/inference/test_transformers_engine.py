@@ -4,6 +4,7 @@ import asyncio
 import json
 import threading
 import time
+from contextlib import aclosing
 
 import pytest
 
@@ -166,6 +167,78 @@ def test_cancelled_requests_make_room(run):
         return await engine.generate(PROMPTS[0], sampling=sampling())
 
     assert len(with_engine(run, body, max_batch=2).token_ids) == 12
+
+
+def test_a_stream_is_the_answer_in_chunks(run):
+    async def body(engine):
+        whole = await engine.generate(PROMPTS[0], sampling=sampling())
+        chunks = [c async for c in engine.stream(PROMPTS[0], sampling=sampling())]
+        return whole, chunks
+
+    whole, chunks = with_engine(run, body)
+    assert len(chunks) == 12
+    assert sum((c.token_ids for c in chunks), ()) == whole.token_ids
+    assert sum((c.logprobs for c in chunks), ()) == pytest.approx(whole.logprobs, abs=1e-5)
+    assert [c.finish_reason for c in chunks] == [None] * 11 + ["length"]
+
+
+def test_a_stream_stamps_tokens_with_the_version_that_made_them(run):
+    async def body(engine):
+        got = []
+        async for chunk in engine.stream(PROMPTS[2], sampling=sampling(max_new_tokens=60)):
+            got.append(chunk)
+            if len(got) == 1:
+                await engine.load(1, path=run.policy(1))
+        return got
+
+    chunks = with_engine(run, body)
+    tokens = [t for c in chunks for t in c.token_ids]
+    versions = [v for c in chunks for v in c.versions]
+    assert versions == sorted(versions)
+    old = fresh_logprobs(run, 0, PROMPTS[2], tokens, 1.2)
+    new = fresh_logprobs(run, 1, PROMPTS[2], tokens, 1.2)
+    want = [o if v == 0 else n for o, n, v in zip(old, new, versions, strict=True)]
+    assert [x for c in chunks for x in c.logprobs] == pytest.approx(want, abs=1e-4)
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+def test_a_cancelled_request_gives_its_row_up(run, streamed):
+    async def body(engine):
+        endless = sampling(max_new_tokens=1_000_000)
+        if streamed:
+            async with aclosing(engine.stream(PROMPTS[0], sampling=endless)) as stream:
+                async for _ in stream:
+                    break
+        else:
+            task = asyncio.create_task(engine.generate(PROMPTS[0], sampling=endless))
+            while not engine._batch.rows:
+                await asyncio.sleep(0.005)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        while engine._batch.rows:
+            await asyncio.sleep(0.005)
+        assert engine._batch._cache is None
+        return await engine.generate(PROMPTS[1], sampling=sampling())
+
+    assert len(with_engine(run, body).token_ids) == 12
+
+
+def test_a_stream_ends_with_the_engines_error(run):
+    async def body(engine):
+        async for _ in engine.stream(PROMPTS[0], sampling=sampling(max_new_tokens=1_000_000)):
+            closing = asyncio.create_task(engine.close())
+            break_off.append(closing)
+
+    break_off = []
+
+    async def main():
+        engine = TransformersEngine(path=run.policy(0), version=0)
+        await engine.start()
+        with pytest.raises(EngineError, match="closed"):
+            await asyncio.wait_for(body(engine), 400)
+        await asyncio.gather(*break_off)
+
+    asyncio.run(main())
 
 
 def test_a_version_that_does_not_fit_leaves_the_old_one(run):

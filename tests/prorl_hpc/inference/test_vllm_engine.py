@@ -5,6 +5,8 @@ import os
 import signal
 import stat
 import sys
+from collections.abc import AsyncIterator
+from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +14,7 @@ import msgspec
 import pytest
 
 from hpc.groups import members
-from prorl_hpc.inference.engine import EngineError, Sampling
+from prorl_hpc.inference.engine import Chunk, EngineError, Sampling
 from prorl_hpc.inference.http import Channel, RequestRefused
 from prorl_hpc.inference.supervise import Launch, ServerProcess
 from prorl_hpc.inference.vllm_engine import (
@@ -120,6 +122,94 @@ def test_tokens_in_tokens_out_and_a_version_per_token(
     run(check())
 
 
+async def collected(stream: AsyncIterator[Chunk]) -> list[Chunk]:
+    return [chunk async for chunk in stream]
+
+
+@pytest.mark.process
+def test_a_stream_is_the_answer_in_chunks_with_a_version_on_each_token(
+    python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_VLLM_TOKEN_SECONDS", "0.02")
+
+    async def check() -> None:
+        engine = engine_of(python, tmp_path)
+        await engine.start()
+        try:
+            whole = await engine.generate((1, 2), sampling=sampling(9))
+            chunks = await collected(engine.stream((1, 2), sampling=sampling(9)))
+            assert len(chunks) > 1
+            assert sum((c.token_ids for c in chunks), ()) == whole.token_ids
+            assert sum((c.logprobs for c in chunks), ()) == whole.logprobs
+            assert [c.finish_reason for c in chunks] == [None] * (len(chunks) - 1) + ["length"]
+            # An update falls into a stream: the server's own account, at the end, agrees.
+            made: list[tuple[int, int]] = []
+            async with aclosing(engine.stream((1,), sampling=sampling(60))) as stream:
+                async for chunk in stream:
+                    made += zip(chunk.token_ids, chunk.versions, strict=True)
+                    if len(made) == 10:
+                        await engine.load(7, path=version_at(tmp_path, 7))
+            assert {version for _, version in made} == {0, 7}
+            assert [token for token, _ in made] == [
+                token_of(seed=3, place=i, version=str(v)) for i, (_, v) in enumerate(made)
+            ]
+        finally:
+            await engine.close()
+
+    run(check())
+
+
+@pytest.mark.process
+def test_a_stream_with_a_wrong_stamp_fails_instead_of_lying(
+    python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_VLLM_TROUBLE", "other_spans")
+
+    async def check() -> None:
+        engine = engine_of(python, tmp_path)
+        await engine.start()
+        try:
+            with pytest.raises(EngineError, match=r"versions \[0\] that \[99\] made"):
+                await collected(engine.stream((1,), sampling=sampling(3)))
+            assert (engine.pool.num_retries, engine.pool.num_lost) == (0, 0)
+        finally:
+            await engine.close()
+
+    run(check())
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("streamed", [True, False])
+def test_cancelling_frees_the_request_on_the_server(
+    python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, streamed: bool
+) -> None:
+    monkeypatch.setenv("FAKE_VLLM_TOKEN_SECONDS", "0.02")
+
+    async def check() -> None:
+        engine = engine_of(python, tmp_path)
+        await engine.start()
+        try:
+            if streamed:
+                async with aclosing(engine.stream((1,), sampling=sampling(100_000))) as stream:
+                    async for _ in stream:
+                        break
+            else:
+                request = asyncio.create_task(engine.generate((1,), sampling=sampling(100_000)))
+                while (await fake_state(engine))["running"] == 0:
+                    await asyncio.sleep(0.01)
+                request.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await request
+            while (state := await fake_state(engine))["running"] or not state["aborted"]:
+                await asyncio.sleep(0.01)
+            assert engine.pool._balancer.in_flight(engine.pool.servers[0]) == 0
+            assert engine.pool.num_lost == 0
+        finally:
+            await engine.close()
+
+    run(check())
+
+
 @pytest.mark.process
 def test_a_server_killed_under_load_loses_no_request_and_is_replaced(
     python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -189,6 +279,10 @@ def test_a_server_that_never_gets_well_is_explained_by_its_own_words(
         with pytest.raises(EngineError, match=f"(?s){words}"):
             await engine.start()
         await engine.close()
+        # Closing again must close nothing that isn't its own any more.
+        number = os.open(os.devnull, os.O_RDONLY)
+        await engine.close()
+        os.close(number)
 
     run(check())
 
@@ -285,3 +379,16 @@ def test_an_image_gets_the_policy_directory_and_the_gpus(tmp_path: Path) -> None
     binds = [command[i + 1] for i, part in enumerate(command) if part == "--bind"]
     assert binds == ["/run/policy", "/plugin", "/sock"]
     assert command[-2:] == ("--seed", "1")
+
+
+@pytest.mark.parametrize("num_gpus", [0, 1])
+def test_on_cpus_prompts_are_never_read_in_parts(num_gpus: int) -> None:
+    """vLLM 0.32 dies of that there, where requests have seeds, as all of ours."""
+    options = VllmOptions(
+        num_servers=1, python="python3", context_tokens=64, dtype="float32", max_batch=1,
+        num_gpus=num_gpus,
+    )  # fmt: skip
+    command = vllm_command(
+        options, path=Path("/v0"), address="unix:/a", identity="p", plugin=Path("/plugin")
+    )
+    assert ("--no-enable-chunked-prefill" in command) == (num_gpus == 0)

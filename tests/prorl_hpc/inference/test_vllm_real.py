@@ -7,14 +7,15 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 
 import pytest
 
 from hpc.groups import members
-from prorl_hpc.inference.engine import Completion, Sampling
-from prorl_hpc.inference.http import RequestRefused
+from prorl_hpc.inference.engine import Chunk, Completion, Sampling
+from prorl_hpc.inference.http import Channel, RequestRefused
+from prorl_hpc.inference.openai_engine import OpenAiEngine
 from prorl_hpc.inference.supervise import ServerProcess
 from prorl_hpc.inference.vllm_engine import VllmEngine, VllmOptions
 from prorl_hpc.run import Run
@@ -41,7 +42,9 @@ def run(test: object) -> None:
 
 
 @asynccontextmanager
-async def started(run_: Run, *, tied: bool) -> AsyncIterator[VllmEngine]:
+async def started(
+    run_: Run, *, tied: bool, on_port: bool = False, arguments: tuple[str, ...] = ()
+) -> AsyncIterator[VllmEngine]:
     options = VllmOptions(
         num_servers=1,
         python=PYTHON,
@@ -50,9 +53,11 @@ async def started(run_: Run, *, tied: bool) -> AsyncIterator[VllmEngine]:
         max_batch=32,
         start_seconds=400.0,
         log_directory=run_.root / "logs",
+        arguments=arguments,
     )
     path = publish_tiny(run_, version=1, tied=tied)
     engine = VllmEngine(options, path=path.resolve(), version=1)
+    engine.fleet._use_ports = on_port
     try:
         await engine.start()
         yield engine
@@ -130,6 +135,109 @@ def test_logprobs_versions_update_in_flight_and_refusals(tmp_path: Path, tied: b
                 await engine.generate((99_999,), sampling=asked(1, seed=0))
             with pytest.raises(RequestRefused, match="answered 400"):
                 await engine.generate((5,) * 600, sampling=asked(1, seed=0))
+
+    run(check())
+
+
+async def metric(address: str, name: str) -> float:
+    """One of vLLM's own metrics, summed over its labels."""
+    channel = Channel(address)
+    try:
+        text = (await channel.get("/metrics", timeout_seconds=60)).decode()
+    finally:
+        await channel.close()
+    lines = [line for line in text.splitlines() if line.startswith(f"vllm:{name}")]
+    assert lines
+    return sum(float(line.rpartition(" ")[2]) for line in lines)
+
+
+async def tokens_of_a_cancelled(engine: VllmEngine, *, streamed: bool) -> float:
+    """Tokens that the server makes for a request of 500 whose client leaves at once."""
+    (address,) = engine.pool.servers
+    prompt, endless = (5, 6, 7, 8), Sampling(temperature=0.7, max_new_tokens=500, seed=4)
+    before = await metric(address, "generation_tokens_total")
+    if streamed:
+        async with aclosing(engine.stream(prompt, sampling=endless)) as stream:
+            async for _ in stream:
+                break
+    else:
+        request = asyncio.create_task(engine.generate(prompt, sampling=endless))
+        await asyncio.sleep(0.05)
+        request.cancel()
+    # Gauges move with steps of the engine only: a request of one token makes one.
+    while True:
+        await engine.generate(prompt, sampling=asked(1, seed=0))
+        if not await metric(address, "num_requests_running"):
+            return await metric(address, "generation_tokens_total") - before
+
+
+def test_streams_cancelling_and_its_openai_face(tmp_path: Path) -> None:
+    async def check() -> None:
+        run_ = Run(tmp_path / "run")
+        async with started(run_, tied=True, on_port=True) as engine:
+            prompt, endless = (5, 6, 7, 8), Sampling(temperature=0.7, max_new_tokens=500, seed=4)
+            (address,) = engine.pool.servers
+
+            # A stream over an update: versions as they came agree with vLLM's account at the end.
+            made: list[Chunk] = []
+            load: asyncio.Task[None] | None = None
+            second = publish_tiny(run_, version=2)
+            async for chunk in engine.stream(prompt, sampling=endless):
+                made.append(chunk)
+                if len(made) == 20:
+                    load = asyncio.create_task(engine.load(2, path=second))
+            assert load is not None
+            await load
+            versions = [v for chunk in made for v in chunk.versions]
+            assert versions == sorted(versions)
+            assert set(versions) == {1, 2}
+            whole = Completion(
+                token_ids=tuple(t for c in made for t in c.token_ids),
+                logprobs=tuple(x for c in made for x in c.logprobs),
+                versions=tuple(versions),
+                finish_reason="length",
+            )
+            assert len(whole.token_ids) == 500
+            old = forward(prompt, whole, seed=1, tied=True, temperature=0.7)
+            new = forward(prompt, whole, seed=2, tied=True, temperature=0.7)
+            want = [o if v == 1 else n for o, n, v in zip(old, new, versions, strict=True)]
+            assert distance(whole.logprobs, want) < TOLERANCE
+
+            # Whoever goes away frees its request: seen at once, or at least sooner than its end.
+            for streamed in (True, False):
+                made_for = [await tokens_of_a_cancelled(engine, streamed=streamed)]
+                while made_for[-1] >= 400 and len(made_for) < 5:
+                    made_for.append(await tokens_of_a_cancelled(engine, streamed=streamed))
+                assert made_for[-1] < 400, made_for
+
+            # The same server as an endpoint of others.
+            theirs = OpenAiEngine([f"{address}/v1"], tokenizer_path=run_.policy(2), version=2)
+            await theirs.start()
+            try:
+                answer = await theirs.generate(prompt, sampling=asked(32, seed=9))
+                exact = forward(prompt, answer, seed=2, tied=True, temperature=0.7)
+                assert distance(answer.logprobs, exact) < TOLERANCE
+                chunks = [c async for c in theirs.stream(prompt, sampling=asked(32, seed=9))]
+                assert sum((c.token_ids for c in chunks), ()) == answer.token_ids
+                assert chunks[-1].finish_reason == answer.finish_reason
+            finally:
+                await theirs.close()
+
+    run(check())
+
+
+def test_prompts_beyond_one_step_do_not_end_the_engine(tmp_path: Path) -> None:
+    """Eight prompts of 400 tokens, all at once, where a step takes 512: none is read in parts."""
+
+    async def check() -> None:
+        run_ = Run(tmp_path / "run")
+        more = ("--max-num-batched-tokens", "512")
+        async with started(run_, tied=True, arguments=more) as engine:
+            answers = await asyncio.gather(
+                *(engine.generate((5, 6) * 200, sampling=asked(8, seed=s)) for s in range(8))
+            )
+            assert all(answer.token_ids for answer in answers)
+            assert engine.pool.num_lost == 0
 
     run(check())
 

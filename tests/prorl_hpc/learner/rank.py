@@ -1,16 +1,27 @@
-"""One rank of a test's learner: `python -m tests.prorl_hpc.learner.rank RUN STOP_AFTER`."""
+"""One rank of a test's learner: `python -m tests.prorl_hpc.learner.rank RUN STOP_AFTER`.
 
+The rank that TEST_BLIND_RANK names can't read back what it has written of a checkpoint.
+"""
+
+import errno
+import os
 import sys
 from pathlib import Path
 
-from prorl_hpc.learner import session
+from prorl_hpc.learner import checkpoint, session
 from prorl_hpc.run import Run
 from tests.fakes.learner_client import FakeClient
 
 VOCABULARY = 15
 
 
+def blind(path: Path) -> str:
+    raise OSError(errno.EIO, "Input/output error", str(path))
+
+
 def main() -> None:
+    if os.environ.get("TEST_BLIND_RANK") == os.environ.get("RANK"):
+        checkpoint.hash_file = blind
     left = iter(range(int(sys.argv[2])))
     fake = FakeClient(vocabulary=VOCABULARY)
     reason = session.train(

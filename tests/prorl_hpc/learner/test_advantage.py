@@ -8,8 +8,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hpc.errors import UserError
+from prorl_hpc.choices import Estimator
 from prorl_hpc.learner.advantage import compute_advantages
-from prorl_hpc.recipe import Estimator
 
 # A loaded machine is slow, never wrong.
 REPEATABLE = {

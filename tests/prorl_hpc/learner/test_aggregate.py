@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from hpc.errors import UserError
+from prorl_hpc.choices import Aggregation
 from prorl_hpc.learner.aggregate import aggregate, local_denominator
-from prorl_hpc.recipe import Aggregation
 
 F64 = torch.float64
 LOSS = torch.tensor([1.0, 2.0, 3.0, 10.0], dtype=F64)

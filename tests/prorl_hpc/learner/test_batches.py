@@ -55,6 +55,16 @@ def test_what_follows_the_last_sampled_token_is_left_out() -> None:
     assert sample.sampled.tolist() == [1]
 
 
+def test_padding_that_ends_turns_is_a_token_like_any_other() -> None:
+    """pad == eos == 1: what was sampled is told by the mask alone, never by the token's id."""
+    end = 1
+    given = trajectory(group_id=0, index=0, tokens=[2, end, 7, end, end], num_prompt=3, reward=1.0)
+    batch = build_micro_batch(samples(given), [0], device="cpu")
+    assert batch.tokens_T.tolist() == [2, end, 7, end, end]
+    assert batch.targets_M.tolist() == [end, end]
+    assert batch.predictors_M.tolist() == [2, 3]
+
+
 def test_a_first_sampled_token_has_no_predictor() -> None:
     (sample,) = samples(trajectory(group_id=0, index=0, tokens=[4, 5], num_prompt=0, reward=1.0))
     assert sample.sampled.tolist() == [1]

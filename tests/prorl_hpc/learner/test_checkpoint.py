@@ -1,5 +1,6 @@
 """Checkpoints: bit for bit, damaged ones passed over, newer ones refused, nothing half-made."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import msgspec
 import pytest
 import torch
 
+from hpc import files
 from prorl_hpc.buffer.messages import GroupIds
 from prorl_hpc.learner import checkpoint
 from prorl_hpc.learner.checkpoint import (
@@ -27,6 +29,7 @@ from prorl_hpc.recipe import AlgorithmConfig, ModelConfig
 from prorl_hpc.run import Run
 
 from .conftest import save_model
+from .crash import each_death
 
 Save = Callable[[int], Path]
 
@@ -184,12 +187,49 @@ def test_a_crash_while_the_old_one_is_removed_leaves_the_new_one(
     def crash(directory: Path, ignore_errors: bool = False) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(checkpoint.shutil, "rmtree", crash)
-    with pytest.raises(KeyboardInterrupt):
-        save(5)
-    found = load_newest(run, ranks=alone, report=print)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", crash)
+        with pytest.raises(KeyboardInterrupt):
+            save(5)
+    lines: list[str] = []
+    found = load_newest(run, ranks=alone, report=lines.append)
     assert found is not None
     assert (found[0] / "learner.json").stat().st_ino != old
+    # What the crash has left is gone, and told of.
+    assert [entry.name for entry in run.checkpoints.iterdir()] == ["step-00000005"]
+    assert "removed 1 unfinished" in lines[0]
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+def test_a_death_at_any_point_leaves_a_whole_checkpoint(
+    run: Run, save: Save, alone: Ranks, monkeypatch: pytest.MonkeyPatch, exchange: bool
+) -> None:
+    """Also of the only one there is, and where the file system can't swap two names."""
+    if not exchange:
+        monkeypatch.setattr(files, "_exchange", lambda one, other: False)
+    save(5)
+
+    def check() -> None:
+        found = load_newest(run, ranks=alone, report=lambda line: None)
+        assert found is not None
+        assert found[1].step == 5
+        assert [entry.name for entry in run.checkpoints.iterdir()] == ["step-00000005"]
+
+    assert each_death(lambda: save(5) and None, check) > 10
+
+
+def test_removed_checkpoints_do_not_come_back(run: Run, save: Save, alone: Ranks) -> None:
+    save(5)
+    save(6)
+
+    def check() -> None:
+        found = load_newest(run, ranks=alone, report=lambda line: None)
+        assert found is not None
+        assert found[1].step == 6
+        assert len(list(run.checkpoints.iterdir())) == len(checkpoint_steps(run))
+
+    each_death(lambda: keep_last(run, 1) and None, check)
+    assert checkpoint_steps(run) == [6]
 
 
 def test_saving_a_step_again_replaces_it_and_old_ones_go(run: Run, save: Save) -> None:

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from hpc.errors import UserError
+from prorl_hpc.choices import Correction, StalePolicy
 from prorl_hpc.learner.correction import correction_weights, decide_staleness
-from prorl_hpc.recipe import Correction, StalePolicy
 
 F64 = torch.float64
 RATIOS = torch.tensor([0.25, 1.0, 4.0, 8.0], dtype=F64)

@@ -11,6 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from hpc.endpoints import reserve_port
+from prorl_hpc.choices import ReferencePlacement
 from prorl_hpc.learner import session
 from prorl_hpc.learner.checkpoint import read_state
 from prorl_hpc.learner.distributed import Ranks, RanksError, join
@@ -54,17 +56,10 @@ def start(run: Run, *, rank: int, world: int, port: int, stop_after: int) -> sub
     )
 
 
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def train_with(run: Run, world: int, *, stop_after: int = 10_000) -> str:
-    """Runs to the end (or the stop) on so many ranks; the last line of rank 0."""
-    port = free_port()
+def run_ranks(run: Run, world: int, *, stop_after: int = 10_000) -> list[tuple[int, str]]:
+    """Runs to the end (or the stop) on so many ranks; code and output of each."""
+    reserved = reserve_port("127.0.0.1")
+    port = int(reserved.getsockname()[1])
     ranks = [
         start(run, rank=rank, world=world, port=port, stop_after=stop_after)
         for rank in range(world)
@@ -76,9 +71,16 @@ def train_with(run: Run, world: int, *, stop_after: int = 10_000) -> str:
             if rank.poll() is None:
                 rank.kill()
                 rank.wait()
-    for rank, output in zip(ranks, outputs, strict=True):
-        assert rank.returncode == 0, output
-    return outputs[0].strip().splitlines()[-1]
+        reserved.close()
+    return [(rank.returncode, output) for rank, output in zip(ranks, outputs, strict=True)]
+
+
+def train_with(run: Run, world: int, *, stop_after: int = 10_000) -> str:
+    """Runs to the end (or the stop) on so many ranks; the last line of rank 0."""
+    ends = run_ranks(run, world, stop_after=stop_after)
+    for code, output in ends:
+        assert code == 0, output
+    return ends[0][1].strip().splitlines()[-1]
 
 
 def final(run: Run) -> dict[str, torch.Tensor]:
@@ -104,6 +106,7 @@ def test_two_ranks_train_as_one_and_take_over_from_each_other(tmp_path: Path) ->
     together = make_run(tmp_path / "two", beside)
     assert train_with(together, 2) == "done"
     assert read_state(together.checkpoint(6)).world == 2
+    beside.learner.reference_placement = ReferencePlacement.cpu
     mixed = make_run(tmp_path / "mixed", beside)
     assert train_with(mixed, 2, stop_after=8) != "done"
     left = iter(range(6))
@@ -121,6 +124,22 @@ def test_two_ranks_train_as_one_and_take_over_from_each_other(tmp_path: Path) ->
         assert set(found) == set(expected)
         for name, value in expected.items():
             assert torch.allclose(found[name], value, atol=2e-4), name
+
+
+@pytest.mark.process
+def test_what_one_rank_cannot_do_ends_both_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second rank's error is the first one's too, which would wait for an hour else."""
+    monkeypatch.setenv("TEST_BLIND_RANK", "1")
+    run = make_run(tmp_path / "run", short_recipe())
+    codes, outputs = zip(*run_ranks(run, 2), strict=True)
+    assert codes == (1, 1)
+    for output in outputs:
+        assert "checkpoint of step 2 couldn't be written" in output
+        assert "Input/output error" in output
+    assert "rank 1: " in outputs[0]
+    assert list(run.checkpoints.iterdir()) == []
 
 
 @pytest.mark.process
@@ -163,14 +182,23 @@ def test_one_code_for_all_ranks(codes: list[int], expected: int) -> None:
 def test_ranks_that_do_not_come_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    ports = [reserve_port("127.0.0.1") for _ in range(3)]
+    try:
+        _nobody_comes(monkeypatch, ports=[str(port.getsockname()[1]) for port in ports])
+    finally:
+        for port in ports:
+            port.close()
+
+
+def _nobody_comes(monkeypatch: pytest.MonkeyPatch, *, ports: list[str]) -> None:
+    monkeypatch.setenv("MASTER_PORT", ports[0])
     with pytest.raises(RanksError, match=r"rank 0 of 3 .*rank 1, 2 didn't come within 0.2 s"):
         join(timeout_seconds=60, meeting_seconds=0.2)
-    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    monkeypatch.setenv("MASTER_PORT", ports[1])
     with pytest.raises(RanksError, match=r"rank 1, 2 didn't come before a stop was wanted"):
         join(timeout_seconds=60, stopping=lambda: True)
     monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    monkeypatch.setenv("MASTER_PORT", ports[2])
     with pytest.raises(RanksError, match=r"rank 0 didn't come before a stop was wanted"):
         join(timeout_seconds=60, stopping=lambda: True)
 

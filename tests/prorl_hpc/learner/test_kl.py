@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
+from prorl_hpc.choices import KlEstimator
 from prorl_hpc.learner.kl import importance_weighted_kl, kl_estimate, kl_reward_penalty
-from prorl_hpc.recipe import KlEstimator
 
 F64 = torch.float64
 K1, K2, K3 = KlEstimator.k1, KlEstimator.k2, KlEstimator.k3

@@ -1,11 +1,14 @@
 """Packed documents against one at a time through transformers itself; loading and refusing."""
 
+import json
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
 
-from prorl_hpc.learner.attention import document_attention, document_layout
+from prorl_hpc.choices import Attention
+from prorl_hpc.learner.attention import AttentionError, document_attention, document_layout
 from prorl_hpc.learner.distributed import Ranks
 from prorl_hpc.learner.model import ModelError, PolicyModel, build_policy, gather_weights
 from prorl_hpc.learner.weights import WeightsError, open_weights, save_weights
@@ -32,26 +35,59 @@ def packed_logprobs(
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama"])
-@pytest.mark.parametrize("implementation", ["auto", "sdpa"])
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama", "nemotron"])
+@pytest.mark.parametrize("implementation", ["auto", "documents", "sdpa"])
 def test_packed_equals_one_by_one(
     tmp_path: Path, alone: Ranks, kind: str, tied: bool, implementation: str
 ) -> None:
+    directory = save_model(tmp_path / "model", kind=kind, tied=tied)
+    model = build_policy(
+        directory, ModelConfig(attention=Attention(implementation)), ranks=alone, chunk_tokens=7
+    )
+    found = packed_logprobs(model, documents(), temperature=0.7)
+    assert torch.allclose(found, one_by_one(directory), atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "nemotron"])
+def test_flex_attention_masks_documents(tmp_path: Path, alone: Ranks, kind: str) -> None:
+    """Uncompiled and forward alone: on CPU it has no backward pass, so that it's refused there."""
+    directory = save_model(tmp_path / "model", kind=kind)
+    model = build_policy(directory, ModelConfig(), ranks=alone, chunk_tokens=7)
+    model.network.set_attn_implementation("flex_attention")
+    stance = torch.compiler.set_stance("force_eager")
+    with torch.no_grad(), stance, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that uncompiled it is slow
+        found = packed_logprobs(model, documents(), temperature=0.7)
+    assert torch.allclose(found, one_by_one(directory), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"), [("flex_attention", "set auto or documents"), ("flash_attention_2", "GPU")]
+)
+def test_attention_that_cannot_train_here_is_refused(
+    tmp_path: Path, alone: Ranks, name: str, remedy: str
+) -> None:
+    config = ModelConfig(attention=Attention(name))
+    with pytest.raises(AttentionError, match=f"model.attention={name} .*{remedy}"):
+        build_policy(save_model(tmp_path / "m"), config, ranks=alone, chunk_tokens=7)
+
+
+def documents() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(VOCABULARY, (n,), generator=generator) for n in LENGTHS]
+
+
+def one_by_one(directory: Path) -> torch.Tensor:
+    """The same log-probabilities through transformers itself, a document at a time."""
     from transformers import AutoModelForCausalLM
 
-    directory = save_model(tmp_path / "model", kind=kind, tied=tied)
     plain = AutoModelForCausalLM.from_pretrained(directory)
-    model = build_policy(
-        directory, ModelConfig(attention=implementation), ranks=alone, chunk_tokens=7
-    )
-    generator = torch.Generator().manual_seed(1)
-    documents = [torch.randint(VOCABULARY, (n,), generator=generator) for n in LENGTHS]
-    expected = [
-        (plain(d[None]).logits[0, :-1] / 0.7).log_softmax(-1).gather(-1, d[1:, None])[:, 0]
-        for d in documents
-    ]
-    found = packed_logprobs(model, documents, temperature=0.7)
-    assert torch.allclose(found, torch.cat(expected), atol=1e-5)
+    return torch.cat(
+        [
+            (plain(d[None]).logits[0, :-1] / 0.7).log_softmax(-1).gather(-1, d[1:, None])[:, 0]
+            for d in documents()
+        ]
+    ).detach()
 
 
 def test_gradients_of_checkpointed_layers_are_the_same(tmp_path: Path, alone: Ranks) -> None:
@@ -112,12 +148,27 @@ def test_weights_split_over_files(tmp_path: Path) -> None:
 
 def test_attention_refuses_what_it_would_get_wrong() -> None:
     query = torch.zeros(1, 1, 4, 2)
-    with pytest.raises(ValueError, match="layout"):
+    with pytest.raises(ValueError, match=r"own position_ids.*model.attention=sdpa"):
         document_attention(torch.nn.Module(), query, query, query, None)
     with pytest.raises(ValueError, match="sliding_window=3"):
         document_attention(
-            torch.nn.Module(), query, query, query, None, layout=document_layout([4]),
-            sliding_window=3,
+            torch.nn.Module(), query, query, query, None,
+            position_ids=document_layout([4]).position_ids, sliding_window=3,
         )  # fmt: skip
     with pytest.raises(ValueError, match="lengths"):
         document_layout([3, 0])
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "llama"])
+def test_the_embedding_of_an_end_of_turn_that_pads_learns(
+    tmp_path: Path, alone: Ranks, kind: str
+) -> None:
+    """transformers never trains the padding token's row; with pad == eos that is a real token."""
+    directory = save_model(tmp_path / "model", kind=kind, tied=False)
+    config = directory / "config.json"
+    ends = {"pad_token_id": 3, "eos_token_id": 3}
+    config.write_text(json.dumps(json.loads(config.read_text()) | ends))
+    model = build_policy(directory, ModelConfig(), ranks=alone, chunk_tokens=7)
+    packed_logprobs(model, [torch.tensor([4, 3, 5, 6])], temperature=1.0).sum().backward()
+    gradient = model.network.get_input_embeddings().weight.grad
+    assert gradient[3].abs().sum() > 0

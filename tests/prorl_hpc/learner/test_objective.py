@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hpc.errors import UserError
+from prorl_hpc.choices import Aggregation, Correction, KlEstimator, Surrogate
 from prorl_hpc.learner.objective import (
     ObjectiveConfig,
     add_sums,
@@ -18,7 +19,7 @@ from prorl_hpc.learner.objective import (
     policy_loss,
     valid_tokens,
 )
-from prorl_hpc.recipe import Aggregation, AlgorithmConfig, Correction, KlEstimator, Surrogate
+from prorl_hpc.recipe import AlgorithmConfig
 
 # A loaded machine is slow, never wrong.
 REPEATABLE = {

@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from hpc import files
 from prorl_hpc import policy
+from prorl_hpc.learner.checkpoint import sweep
 from prorl_hpc.learner.distributed import Ranks
 from prorl_hpc.learner.model import PolicyModel, build_policy, gather_weights
 from prorl_hpc.learner.publish import publish_start, publish_version, write_export
@@ -21,6 +23,7 @@ from prorl_hpc.recipe import ModelConfig
 from prorl_hpc.run import Run
 
 from .conftest import save_model
+from .crash import each_death
 
 
 @pytest.fixture
@@ -115,6 +118,36 @@ def test_a_full_disk_leaves_nothing_half_made(
         publish(run, model, 2)
     assert sorted(p.name for p in run.policies.iterdir()) == ["latest", "v00000001"]
     assert latest_version(run) == 1
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+@pytest.mark.parametrize("replaces", [True, False])
+def test_a_death_at_any_point_leaves_a_whole_latest(
+    run: Run, model: PolicyModel, monkeypatch: pytest.MonkeyPatch, exchange: bool, replaces: bool
+) -> None:
+    """Of a new version, and of one that replaces a lost history's of the same number."""
+    if not exchange:
+        monkeypatch.setattr(files, "_exchange", lambda one, other: False)
+    publish(run, model, 1)
+    if replaces:
+        publish(run, model, 2)
+    with torch.no_grad():
+        next(iter(model.parameters())).add_(1)
+    missing = []
+
+    def check() -> None:
+        version = latest_version(run)
+        assert version is not None
+        if run.policy(version).exists():
+            verify_policy(run.policy(version))
+        else:  # a moment, and only without the exchange; the next attempt publishes it again
+            missing.append(version)
+
+    assert each_death(lambda: publish(run, model, 2), check) > 5
+    assert latest_version(run) == 2
+    assert len(missing) <= (not exchange and replaces)
+    sweep(run, report=lambda line: None)
+    assert sorted(p.name for p in run.policies.iterdir()) == ["latest", "v00000001", "v00000002"]
 
 
 def test_newer_formats_are_refused(run: Run, model: PolicyModel) -> None:

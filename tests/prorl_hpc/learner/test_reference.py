@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from prorl_hpc.choices import ReferencePlacement
 from prorl_hpc.learner.distributed import Ranks
 from prorl_hpc.learner.model import PolicyModel, build_policy
 from prorl_hpc.learner.reference import Reference, ReferenceMismatch, hash_tensors
@@ -43,6 +44,22 @@ def test_exchange_is_undone_after_an_error(model: PolicyModel, alone: Ranks) -> 
     with pytest.raises(KeyError), reference.in_place(model):
         raise KeyError
     assert all(torch.equal(p, trained[name]) for name, p in model.named_weights())
+
+
+def test_the_place_of_the_reference_changes_nothing(model: PolicyModel, alone: Ranks) -> None:
+    here = Reference.of(model, index=1, step=2, ranks=alone)
+    there = Reference.of(model, index=1, step=2, ranks=alone, placement=ReferencePlacement.cpu)
+    assert here.identity == there.identity
+    start = weights(model)
+    with torch.no_grad():
+        for _, parameter in model.named_weights():
+            parameter.add_(1.0)
+    trained = weights(model)
+    for reference in (here, there):
+        with reference.in_place(model):
+            assert all(torch.equal(p, start[name]) for name, p in model.named_weights())
+        assert all(torch.equal(p, trained[name]) for name, p in model.named_weights())
+        reference.verify(ranks=alone)
 
 
 def test_a_changed_reference_is_refused(model: PolicyModel, alone: Ranks) -> None:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from prorl_hpc.choices import Correction, KlPlace
 from prorl_hpc.learner.batches import Sample
 from prorl_hpc.learner.distributed import Ranks
 from prorl_hpc.learner.model import build_policy
@@ -14,7 +15,7 @@ from prorl_hpc.learner.objective import objective_config
 from prorl_hpc.learner.optimizer import build_optimizer
 from prorl_hpc.learner.reference import Reference
 from prorl_hpc.learner.step import Stepper
-from prorl_hpc.recipe import AlgorithmConfig, Correction, KlPlace, ModelConfig
+from prorl_hpc.recipe import AlgorithmConfig, ModelConfig
 
 from .conftest import VOCABULARY, save_model
 

@@ -1,6 +1,6 @@
 """The starting policy: deterministic, taught by demonstrations, refused in one line."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,15 +9,19 @@ import pytest
 import torch
 
 from prorl_hpc.agents.characters import build_character_tokenizer
+from prorl_hpc.learner.demonstrations import Demonstrations
 from prorl_hpc.learner.model import ModelError
-from prorl_hpc.learner.warmup import demonstrations, prepare_start
+from prorl_hpc.learner.warmup import prepare_start
+from prorl_hpc.observe.dashboard import warmup_line
+from prorl_hpc.observe.metrics import read_metrics
 from prorl_hpc.policy import verify_policy
-from prorl_hpc.recipe import Recipe, TaskConfig, WarmupConfig
+from prorl_hpc.recipe import Recipe, TaskConfig, WarmupConfig, dump_recipe
 from prorl_hpc.records import Instance, Kind, Message
 from prorl_hpc.run import Run
 from prorl_hpc.tasks import registry
 
-from .conftest import save_model, tiny_recipe
+from .conftest import make_run, save_model, tiny_recipe
+from .loop_helpers import after, client, go
 
 CPU = torch.device("cpu")
 
@@ -61,7 +65,8 @@ def test_warm_up_teaches_the_answers_the_same_way_each_time(
         prepare_start(recipe, run, device=CPU)
         hashes.append(verify_policy(run.model_start).files["model.safetensors"])
     assert hashes[0] == hashes[1]
-    losses = [float(line.split("loss ")[1]) for line in capsys.readouterr().out.splitlines()]
+    out = capsys.readouterr().out.splitlines()
+    losses = [float(line.split("loss ")[1]) for line in out]
     assert losses[0] > 1.5
     assert losses[-1] < 0.3
 
@@ -72,12 +77,64 @@ def test_a_finished_start_is_kept(recipe: Recipe, tmp_path: Path) -> None:
     inode = run.model_start.stat().st_ino
     prepare_start(replace(recipe, seed=9), run, device=CPU)
     assert run.model_start.stat().st_ino == inode
-    assert [p.name for p in run.root.iterdir()] == ["start"]
+    assert sorted(p.name for p in run.root.iterdir()) == ["metrics", "start"]
+
+
+def test_the_warm_up_is_told_row_by_row(recipe: Recipe, tmp_path: Path) -> None:
+    run = Run(tmp_path / "run")
+    prepare_start(recipe, run, device=CPU)
+    rows = read_metrics(run.metrics("learner"))
+    assert {row["event"] for row in rows} == {"warmup"}
+    assert {1, 21, 41, 60} <= {row["step"] for row in rows}
+    assert rows[0]["loss"] > 1.5 > 0.3 > rows[-1]["loss"]
+    assert "step 60/60: loss" in str(warmup_line(rows[-1], steps=60))
+
+
+def stops_after(num_calls: int) -> Callable[[], str | None]:
+    left = iter(range(num_calls))
+    return lambda: None if next(left, None) is not None else "got SIGTERM"
+
+
+@pytest.mark.parametrize("damage", [None, "other recipe", "bytes"])
+def test_a_warm_up_stopped_in_the_middle_goes_on_there_bit_for_bit(
+    recipe: Recipe, tmp_path: Path, damage: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Or begins anew, to the same end, where what was kept is of no use."""
+    whole, parts = Run(tmp_path / "whole"), Run(tmp_path / "parts")
+    prepare_start(recipe, whole, device=CPU)
+    assert prepare_start(recipe, parts, device=CPU, stop_reason=stops_after(0)) == "got SIGTERM"
+    for calls in (10, 25):
+        assert prepare_start(recipe, parts, device=CPU, stop_reason=stops_after(calls))
+        assert not parts.model_start.exists()
+    if damage == "other recipe":
+        prepare_start(replace(recipe, seed=5), parts, device=CPU, stop_reason=stops_after(3))
+    elif damage == "bytes":
+        parts.warmup.write_bytes(b"rubbish")
+    capsys.readouterr()
+    assert prepare_start(recipe, parts, device=CPU, stop_reason=stops_after(1000)) is None
+    said = "begins anew" if damage else "goes on after 35 of 60 steps"
+    assert said in capsys.readouterr().out
+    hashes = [verify_policy(run.model_start).files for run in (whole, parts)]
+    assert hashes[0] == hashes[1]
+    assert sorted(p.name for p in parts.root.iterdir()) == ["metrics", "start"]
+
+
+def test_a_stop_in_the_warm_up_ends_the_attempt_to_be_continued(
+    recipe: Recipe, tmp_path: Path
+) -> None:
+    run = make_run(tmp_path / "run", recipe)
+    assert go(run, client(), stop=after(7)) == "the walltime is near"
+    assert run.warmup.exists()
+    recipe.steps = 1
+    run.recipe.write_text(dump_recipe(recipe))
+    assert go(run, client()) == "done"
+    rows = read_metrics(run.metrics("learner"))
+    assert [row["event"] for row in rows].count("step") == 1
 
 
 def test_examples_end_with_the_stop_token_and_mark_the_answer() -> None:
     tokenizer = build_character_tokenizer("abcdefghij")
-    examples = demonstrations(
+    examples = Demonstrations(
         {"letters": EchoTask()}, {"letters": 1.0}, tokenizer, seed=0, longest=9
     )
     ids, begin = next(examples)
@@ -85,7 +142,7 @@ def test_examples_end_with_the_stop_token_and_mark_the_answer() -> None:
     assert (len(ids), begin) == (4, 2)
     assert ids[0] == ids[2]
     assert ids[3] == tokenizer.eos_token_id
-    again = demonstrations({"letters": EchoTask()}, {"letters": 1.0}, tokenizer, seed=0, longest=9)
+    again = Demonstrations({"letters": EchoTask()}, {"letters": 1.0}, tokenizer, seed=0, longest=9)
     assert np.array_equal(next(again)[0], ids)
 
 
@@ -94,7 +151,7 @@ def test_no_demonstration_is_one_line() -> None:
     for task, longest in ((EchoTask(shows=False), 9), (EchoTask(), 3)):
         with pytest.raises(ModelError, match=r"warmup.steps"):
             next(
-                demonstrations(
+                Demonstrations(
                     {"letters": task}, {"letters": 1.0}, tokenizer, seed=0, longest=longest
                 )
             )

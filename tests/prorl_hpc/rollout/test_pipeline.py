@@ -1,12 +1,13 @@
 """INIT, RUN, EVAL of single attempts, with real fakes for engine, verifier and environment."""
 
 import asyncio
+import threading
 
 import pytest
 
+from prorl_hpc.choices import AgentKind
 from prorl_hpc.inference.engine import EngineError
 from prorl_hpc.inference.scripted import ScriptedEngine
-from prorl_hpc.recipe import AgentKind
 from prorl_hpc.records import Kind, Outcome
 from prorl_hpc.rollout.scoring import VerifierTimeout
 from prorl_hpc.run import Run
@@ -131,10 +132,10 @@ def bash(command):
     return f"```bash\n{command}\n```"
 
 
-def shell(tmp_path, answers, *, episode_seconds=60.0, engine=ScriptedEngine):
+def shell(tmp_path, answers, *, episode_seconds=60.0, engine=ScriptedEngine, agent=AgentKind.bash):
     recipe = make_recipe(episode_seconds=episode_seconds, max_new_tokens=100)
     recipe.model.context_tokens = 10_000
-    recipe.tasks["sums"].agent = AgentKind.bash
+    recipe.tasks["sums"].agent = agent
     recipe.tasks["sums"].max_turns = 10
     task, made, tokenizer = ShellTask(), [], byte_tokenizer()
 
@@ -160,6 +161,28 @@ def test_an_environment_task_is_scored_in_a_fresh_environment(tmp_path):
     assert len(made) == 2
     assert task.scored_with == [made[1]]
     assert done.isolation["overridden"] == "container"
+
+
+def test_an_agent_without_commands_gets_no_environment(tmp_path):
+    done, task, made = shell(tmp_path, ["my answer"], agent=AgentKind.single_turn)
+    assert (done.reward, done.outcome) == (0.0, Outcome.scored)
+    assert task.scored_with == made
+    assert len(made) == 1
+    assert done.isolation["overridden"] == "container", "that of the scoring environment"
+
+
+def test_an_image_is_compared_beside_the_loop(tmp_path, monkeypatch):
+    """Reading a large image takes minutes; heartbeats and other attempts must not wait for it."""
+    threads = []
+    original = ShellTask.environment_spec
+
+    def slow(self, instance):
+        threads.append(threading.current_thread())
+        return original(self, instance)
+
+    monkeypatch.setattr(ShellTask, "environment_spec", slow)
+    shell(tmp_path, [bash("submit")])
+    assert threads[0] is not threading.main_thread()
 
 
 def test_an_agent_that_kills_its_environment_is_invalid(tmp_path):
@@ -233,3 +256,21 @@ def test_cancelling_closes_the_environment(tmp_path):
 
     asyncio.run(asyncio.wait_for(main(), 300))
     assert made[0].closed
+
+
+def test_training_draws_by_temperature_alone(tmp_path):
+    """The learner divides by probabilities of the whole distribution: no top-p, no top-k."""
+    asked = []
+
+    class Noting(ScriptedEngine):
+        async def generate(self, prompt_ids, *, sampling, affinity=""):
+            asked.append(sampling)
+            return await super().generate(prompt_ids, sampling=sampling, affinity=affinity)
+
+    recipe = make_recipe()
+    recipe.algorithm.temperature, recipe.validation.top_p = 1.3, 0.8
+    for kind in (Kind.train, Kind.validation):
+        engine = Noting(make_tokenizer(), ["3"])
+        produce(tmp_path, engine, recipe=recipe, lease=make_lease(kind=kind))
+    drawn = [(one.temperature, one.top_p, one.top_k) for one in asked]
+    assert drawn == [(1.3, 1.0, 0), (0.0, 0.8, 0)]

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("reasoning_gym")
 
-from hpc import endpoints
+from hpc import endpoints, ledger
 from prorl_hpc.buffer.config import BufferConfig
 from prorl_hpc.buffer.keys import make_keys
 from prorl_hpc.buffer.mixture import TaskShare
@@ -169,6 +169,23 @@ def test_asked_to_stop_it_leaves_with_75_and_its_leases_come_back(run, tmp_path)
             assert process.wait(DEADLINE_SECONDS) == 75, text_of(process)
         wait_for(lambda: learner.status().leases == 0, what="leases to be given back")
         learner.close()
+
+
+def test_a_finished_run_ends_nodes_that_the_buffer_left_without_a_word(run, tmp_path):
+    publish_tiny(run, version=0)
+    with buffer_of(run) as buffer, rollout_job(run, tmp_path) as process:
+        learner = buffer.learner()
+        take(learner, 1)
+        learner.close()
+        buffer.stop()
+        assert process.poll() is None, text_of(process)
+        start = {"time": time.time(), "job": "learner", "index": 0, "attempt": 1}
+        begun = ledger.Start(**start, role="learner", job_id="1", host="h")
+        ledger.append(run.ledger, entry=begun)
+        ledger.append(run.ledger, entry=ledger.Exit(**start, code=0, next="finished", reason="."))
+        assert process.wait(DEADLINE_SECONDS) == 0, text_of(process)
+        with rollout_job(run, tmp_path, attempt=2) as late:
+            assert late.wait(DEADLINE_SECONDS) == 0, text_of(late)
 
 
 def test_a_killed_node_is_replaced_and_nothing_is_lost(run, tmp_path):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from prorl_hpc.policy import PolicyError, publish_policy
+from prorl_hpc.policy import PolicyError, publish_policy, read_manifest
 from prorl_hpc.rollout import node
 from prorl_hpc.run import Run
 
@@ -35,7 +35,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
 
 
 async def _started(run: Run, version: int) -> Engine:
-    async with node.engine_at(RECIPE, run, version) as engine:
+    async with node.engine_at(RECIPE, run, version) as (engine, digest):
+        assert digest == read_manifest(run.policy(7)).digest
         return engine
 
 

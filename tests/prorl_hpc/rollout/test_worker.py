@@ -53,7 +53,9 @@ class MemoryBuffer:
         return {t.key: self.result for t in trajectories}
 
 
-def make_worker(tmp_path, client, *, engine=None, stop=lambda: "", capacity=8, spool=None):
+def make_worker(
+    tmp_path, client, *, engine=None, stop=lambda: "", capacity=8, spool=None, over=lambda: ""
+):
     engine = engine or ScriptedEngine(make_tokenizer(), lambda prompt, affinity: "3")
     pipeline = make_pipeline(engine, run=Run(tmp_path))
 
@@ -68,6 +70,7 @@ def make_worker(tmp_path, client, *, engine=None, stop=lambda: "", capacity=8, s
         health=Health(max_failures=4, max_probes=2),
         terms=Terms(capacity=capacity, heartbeat_seconds=1.0, farewell_seconds=10.0),
         stop_reason=stop,
+        run_over=over,
         sleep=nap,
     )
 
@@ -205,3 +208,13 @@ def test_what_an_earlier_attempt_left_is_handed_in_first(tmp_path):
     assert end.finished
     assert client.stored
     assert not list((tmp_path / "spool").glob("*"))
+
+
+def test_a_node_that_the_buffer_left_without_a_word_hears_it_from_the_ledger(tmp_path):
+    class LeftBuffer(MemoryBuffer):
+        async def lease(self, capacity):
+            await asyncio.Event().wait()
+
+    _, end = run_worker(tmp_path, LeftBuffer(), over=lambda: "the run is finished")
+    assert end.finished
+    assert end.reason == "the run is finished"

@@ -71,6 +71,53 @@ def test_cancel_ends_a_blocked_process(directory: Path) -> None:
     run(check())
 
 
+def test_malformed_requests_have_v1s_status_and_error(directory: Path) -> None:
+    async def check() -> None:
+        async with serving(directory, token="t", max_body_bytes=200) as service:
+            headers = {"Authorization": "Bearer t"}
+            for path, content, status in (
+                ("/process", b"{", 400),
+                ("/process", b"\xff", 400),
+                ("/process", b'{"instance": 3}', 400),
+                ("/cancel", b"{}", 400),
+                ("/process", b"x" * 300, 413),
+            ):
+                answer = await service.client.post(path, content=content, headers=headers)
+                assert answer.status_code == status, answer.text
+                assert answer.json()["error"]
+            assert (await service.client.post("/start")).status_code == 401
+
+    run(check())
+
+
+def test_a_full_queue_is_503_with_a_time_to_come_back(directory: Path) -> None:
+    async def check() -> None:
+        async with serving(directory, capacity=1, max_queued=0) as service:
+            await service.client.post("/start")
+            answer = await service.client.post("/process", json={"instance": INSTANCE})
+            assert answer.status_code == 503
+            assert int(answer.headers["Retry-After"]) > 0
+
+    run(check())
+
+
+def test_a_name_is_one_running_job(directory: Path) -> None:
+    async def check() -> None:
+        async with serving(directory) as service:
+            await service.client.post("/start")
+            service.engine.gate.clear()
+            body = {"instance": INSTANCE, "job_id": "mine"}
+            first = asyncio.create_task(service.client.post("/process", json=body))
+            await until(lambda: service.engine.in_flight == 1)
+            again = await service.client.post("/process", json=body)
+            assert (again.status_code, "running already" in again.json()["error"]) == (400, True)
+            service.engine.gate.set()
+            assert (await first).status_code == 200
+            assert (await service.client.post("/process", json=body)).status_code == 200
+
+    run(check())
+
+
 class LlmServer(BaseHTTPRequestHandler):
     """A fake of an LLM server as v1 clients bring them: answers `3` and the stop token."""
 

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from prorl_hpc.cli.main import main
 from prorl_hpc.run import Run
 from prorl_hpc.service.client import RolloutClient, ServiceError
 from tests.fakes.tiny_model import publish_tiny
@@ -101,6 +103,9 @@ def test_a_unix_socket_is_private_and_needs_no_token(tmp_path: Path) -> None:
         ((), "no model to serve"),
         (("--policy", "/nowhere"), "no model to serve: /nowhere"),
         (("--port", "70000", "--policy", "POLICY"), "--port 70000"),
+        (("--policy", "POLICY"), "tokenizer of model.path="),
+        (("--policy", "POLICY", "--callback-host", "http://x"), "isn't HOST or HOST:PORT"),
+        (("--policy", "POLICY", "--dry-run", "--submit"), "not allowed with"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_2(
@@ -112,6 +117,32 @@ def test_mistakes_are_one_line_and_exit_2(
         [sys.executable, "-m", "prorl_hpc.cli", "serve", *RECIPE, *given],
         cwd=ROOT, capture_output=True, text=True, timeout=BOUND_SECONDS, env=dict(os.environ),
     )  # fmt: skip
-    assert done.returncode == 2
+    assert done.returncode == 2, done.stderr
     assert words in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
+    if "usage" not in done.stderr:
+        assert len(done.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.process
+def test_what_only_the_start_can_tell_is_one_line_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    policy = publish_tiny(Run(tmp_path / "run"), version=0)
+    base = ["serve", *RECIPE, "--dir", str(tmp_path / "service"), "--policy", str(policy)]
+
+    def refused(*more: str) -> str:
+        capsys.readouterr()
+        assert main([*base, *more]) == 2
+        text = capsys.readouterr().err
+        assert "Traceback" not in text
+        return text.strip().splitlines()[-1]
+
+    nobody = ("rollout.engine.kind=openai", "rollout.engine.urls=[http://127.0.0.1:1]")
+    assert "engine can't start: http://127.0.0.1:1" in refused(*nobody)
+    never = ("rollout.engine.kind=vllm", "rollout.engine.python=/bin/false")
+    assert "before it was well" in refused(*never)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert "choose another one" in refused("--port", str(taken.getsockname()[1]))
+    (policy / "model.safetensors").write_bytes(b"not weights")
+    assert "model.safetensors" in refused()
+    assert not (tmp_path / "service" / "service.json").exists()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from prorl_hpc.inference.engine import EngineError
-from prorl_hpc.service.jobs import Places
+from prorl_hpc.service.places import Places
 from tests.prorl_hpc.service.conftest import TOKEN, HeldEngine, run, serving, until
 
 
@@ -255,7 +255,7 @@ def test_a_policy_that_is_not_there_is_refused(directory: Path) -> None:
             answer = await service.client.post(
                 "/v1/policy", json={"version": 2, "path": "not/absolute"}
             )
-            assert answer.status_code == 503
+            assert answer.status_code == 400
             answer = await service.client.post(
                 "/v1/policy", json={"version": 2, "path": str(directory)}
             )

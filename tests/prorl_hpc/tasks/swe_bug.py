@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from hpc.container_probe import probe
-from prorl_hpc.recipe import EnvironmentKind, TaskConfig
+from prorl_hpc.choices import EnvironmentKind
+from prorl_hpc.recipe import TaskConfig
 from prorl_hpc.tasks.pypi_bugs import build_pypi, site_key
 from prorl_hpc.tasks.swe.bug import Bug, read_bugs
 from prorl_hpc.tasks.swe.store import InstanceStore

@@ -6,11 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from hpc.container_probe import probe
+from hpc.images import ImageStore
+from prorl_hpc.choices import EnvironmentKind
 from prorl_hpc.environment.factory import EnvironmentFactory
-from prorl_hpc.recipe import EnvironmentKind, TaskConfig
+from prorl_hpc.recipe import TaskConfig
 from prorl_hpc.records import Kind, Outcome, Score
 from prorl_hpc.tasks.base import TaskError
-from prorl_hpc.tasks.code import CodeTask, make_code, program_in
+from prorl_hpc.tasks.code import LIMITS, CodeTask, make_code, program_in
 from prorl_hpc.tasks.code_cases import CaseKind, assertion_case, decode_problem
 from prorl_hpc.tasks.code_compare import same_output, same_value
 from tests.prorl_hpc.tasks.swe_bug import need_bubblewrap
@@ -132,11 +135,48 @@ def make(tmp_path: Path, *rows: object, **options: object) -> CodeTask:
         ({"num_tests": 0}, "at least 1"),
         ({"reward": "most"}, "fraction or all"),
         ({"seconds_per_test": "x"}, "options"),
+        ({"limits": {"memory": 1}}, "limits.memory is unknown; did you mean memory_bytes"),
+        ({"limits": {"memory_bytes": 1.5}}, "isn't a whole number"),
+        ({"limits": {"wall_seconds": True}}, "isn't a number"),
+        ({"limits": {"num_processes": 0}}, "limits.num_processes=0 must be positive"),
+        ({"limits": [1]}, "isn't a mapping"),
     ],
 )
 def test_options_that_cannot_be(tmp_path: Path, options: dict[str, object], message: str) -> None:
     with pytest.raises(TaskError, match=message):
         make(tmp_path, MBPP, **options)
+
+
+def test_limits_of_the_recipe(tmp_path: Path) -> None:
+    task = make(tmp_path, MBPP, limits={"num_processes": 7, "wall_seconds": 60})
+    limits = task.environment_spec(task.instance(0, kind=Kind.train)).limits
+    assert (limits.num_processes, limits.wall_seconds) == (7, 60)
+    assert limits.memory_bytes == LIMITS.memory_bytes
+
+
+def test_images_are_unpacked_where_the_recipe_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The runtime is a stand-in that makes a directory; tests/cluster/test_images.py has a real
+    one."""
+    runtime = tmp_path / "apptainer"
+    runtime.write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && { echo apptainer version 1.3.0; exit; }\n'
+        'for word; do target=$before; before=$word; done; mkdir -p "$target/bin"\n'
+    )
+    runtime.chmod(0o755)
+    monkeypatch.setenv("PRORL_APPTAINER", str(runtime))
+    probe.cache_clear()
+    (tmp_path / "images").mkdir()
+    store = ImageStore(tmp_path / "images")
+    store.ensure("code", source="s", source_key="k", make=lambda path: path.write_bytes(b"sif"))
+    task = make(tmp_path, MBPP, image="code", images=str(store.root), unpack=str(tmp_path / "node"))
+    instance = task.instance(0, kind=Kind.train)
+    image = task.environment_spec(instance).image
+    probe.cache_clear()
+    assert image == tmp_path / "node" / f"code-{store.record('code').sha256[:16]}"
+    assert (image / "bin").is_dir()
+    assert task.environment_spec(instance).image == image
 
 
 # --- in a sandbox ------------------------------------------------------------------------------

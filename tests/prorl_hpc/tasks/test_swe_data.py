@@ -1,17 +1,19 @@
 """Data sets of both forms, the packaged list, the store, and what the tests' report means."""
 
+import hmac
 import json
 from pathlib import Path
 
 import pytest
 
+from prorl_hpc.choices import EnvironmentKind
 from prorl_hpc.environment.base import CommandResult
-from prorl_hpc.recipe import EnvironmentKind, TaskConfig
+from prorl_hpc.recipe import TaskConfig
 from prorl_hpc.records import Kind
 from prorl_hpc.tasks.base import TaskError
 from prorl_hpc.tasks.pypi_bugs import BuildError, build_pypi, fetch, site_key
 from prorl_hpc.tasks.swe.bug import Form, Release, read_bugs
-from prorl_hpc.tasks.swe.score import grade, read_report
+from prorl_hpc.tasks.swe.score import Ran, grade, read_report
 from prorl_hpc.tasks.swe.store import InstanceStore, Verdict
 from prorl_hpc.tasks.swe.task import excluded, make_swe
 from prorl_hpc.tasks.swe.validate import EMPTY, why_gold_is_wrong, why_untouched_is_wrong
@@ -178,13 +180,29 @@ def test_the_prompt_tells_no_secret(tmp_path: Path) -> None:
 # --- reports -----------------------------------------------------------------------------------
 
 
+KEY = b"of this session"
+
+
+def signed(*rows: object, first: int = 0, key: bytes = KEY) -> list[bytes]:
+    """Lines as the reporter writes them."""
+    found = []
+    for number, one in enumerate(rows, start=first):
+        text = json.dumps(one).encode()
+        mark = hmac.new(key, str(number).encode() + b"\t" + text, "sha256").hexdigest()
+        found.append(text + b"\t" + mark.encode() + b"\n")
+    return found
+
+
 def report(*rows: object, code: int = 0, timed_out: bool = False) -> object:
-    lines = "".join(json.dumps(one) + "\n" for one in rows).encode()
+    return read(signed(*rows), code=code, timed_out=timed_out)
+
+
+def read(lines: list[bytes], *, code: int = 0, timed_out: bool = False) -> Ran:
     done = CommandResult(
         output=b"PASSED tests/test_add.py::test_adds\n", exit_code=code, duration_seconds=1.0,
         timed_out=timed_out,
     )  # fmt: skip
-    return read_report(lines, done)
+    return read_report(b"".join(lines), done, key=KEY)
 
 
 def passed(name: str, when: str = "call", outcome: str = "passed") -> dict[str, str]:
@@ -207,6 +225,25 @@ def test_grades(tmp_path: Path) -> None:
         score = grade(bug, report(*rows))  # type: ignore[arg-type]
         assert (score.reward, score.components["fraction"]) == (reward, fraction), rows
     assert grade(bug, report(*both, end, timed_out=True)).reward == 0.0  # type: ignore[arg-type]
+
+
+def test_a_report_with_lines_of_somebody_else_is_of_no_session() -> None:
+    rows = (passed("test_adds"), passed("test_zero", outcome="failed"), {"end": 1})
+    ours = signed(*rows)
+    assert read(ours).complete
+    for lines in (
+        [*ours, b'{"end": 0}\n'],
+        [ours[0], ours[2]],  # the failure is taken away
+        [ours[0], ours[1].replace(b"failed", b"passed"), ours[2]],
+        [ours[0], ours[0], *ours[1:]],
+        signed(*rows, key=b"of another"),
+        [*ours, *signed({"end": 0}, first=4)],
+        [ours[0][:-10]],
+    ):
+        found = read(lines)
+        assert (found.complete, found.tampered) == (False, True), lines
+    cut = read(ours[:2])
+    assert (cut.complete, cut.tampered) == (False, False), "a session that was ended"
 
 
 def test_why_an_instance_is_excluded(tmp_path: Path) -> None:
