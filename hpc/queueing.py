@@ -109,11 +109,7 @@ def adopt(run: RunDirectory) -> None:
     Whether such a job lives, ends or has ended is for `states` to say. One that Slurm has forgotten
     is told by its start in the ledger, or has done nothing.
     """
-    entries = ledger.read(run.ledger).entries
-    known = {entry.token for entry in entries if isinstance(entry, ledger.Submit)}
-    open_intents = [
-        entry for entry in entries if isinstance(entry, ledger.Intent) and entry.token not in known
-    ]
+    open_intents = half_made(run)
     if not open_intents:
         return
     by_token = {
@@ -129,6 +125,15 @@ def adopt(run: RunDirectory) -> None:
         indexes = parse_indexes(intent.indexes)
         offset = indexes[0] // site.max_array_size * site.max_array_size
         _record_submit(run, intent=intent, job_id=job_id, offset=offset)
+
+
+def half_made(run: RunDirectory) -> list[ledger.Intent]:
+    """Submissions that were begun; whether they came about isn't recorded."""
+    entries = ledger.read(run.ledger).entries
+    known = {entry.token for entry in entries if isinstance(entry, ledger.Submit)}
+    return [
+        entry for entry in entries if isinstance(entry, ledger.Intent) and entry.token not in known
+    ]
 
 
 def submitted(run: RunDirectory) -> set[tuple[str, int]]:

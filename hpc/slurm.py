@@ -37,6 +37,8 @@ class QueueRow:
     started: float | None
     comment: str
     host: str = ""
+    remembered: bool = False
+    """Only accounting knows it: the controller has nothing more to do with it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,6 +162,7 @@ def accounting(job_ids: Sequence[str]) -> list[QueueRow]:
                 started=timestamp(started),
                 comment="",
                 host="" if host.startswith("None") else host,
+                remembered=True,
             )
         )
     return rows

@@ -219,9 +219,9 @@ def _by_row(row: slurm.QueueRow, history: History) -> tuple[Phase, str]:
     if state in PENDING_STATES:
         return Phase.pending, _REASONS.get(row.reason, row.reason)
     if state in RUNNING_STATES:
-        return Phase.running, "" if state == "RUNNING" else state.lower()
+        return Phase.running, _unheard(row, history) if state == "RUNNING" else state.lower()
     end = history.last_exit
-    if state == "PREEMPTED":
+    if state == "PREEMPTED" and not row.remembered:
         return Phase.preempted, "preempted by a job of higher priority"
     if state == "COMPLETED" and end is None:
         if history.cancelled:
@@ -231,9 +231,20 @@ def _by_row(row: slurm.QueueRow, history: History) -> tuple[Phase, str]:
         return _by_exit(end)
     if state.startswith("CANCELLED"):
         return Phase.cancelled, "cancelled"
+    if state == "PREEMPTED":
+        return Phase.failed, "preempted by a job of higher priority, and not queued again"
     if state in _FAILED:
         return Phase.failed, state if end is None else f"{state}: {end.reason}"
     return Phase.unknown, f"Slurm says {row.state}"
+
+
+def _unheard(row: slurm.QueueRow, history: History) -> str:
+    """What is odd about a job that runs: Slurm may have begun it, and its script never have."""
+    end = history.last_exit
+    if history.last_start is not None and (end is None or end.next != Next.again):
+        return ""
+    seconds = "" if row.started is None else f" {max(0.0, time.time() - row.started):.0f} s ago"
+    return f"Slurm started it{seconds}; its script hasn't said a word yet"
 
 
 def _by_exit(end: ledger.Exit) -> tuple[Phase, str]:

@@ -8,6 +8,7 @@ from hpc.errors import SiteError
 from hpc.plan import Job, Plan, Resources
 from hpc.site import Placement, Site
 from prorl_hpc.choices import InferencePlacement
+from prorl_hpc.learner.host_memory import check_host_memory
 from prorl_hpc.learner.memory import check_memory, facts_for
 from prorl_hpc.recipe import Recipe, RecipeError
 
@@ -235,16 +236,19 @@ def _check_room(
 def _check_learner_memory(recipe: Recipe, place: Placement) -> None:
     """Refuses a learner that can't fit where the site says how much there is."""
     wanted = recipe.learner
+    stated = place.memory_mib is not None
     if wanted.gpus_per_node:
         available = place.gpu_memory_mib
     else:
-        stated = place.memory_mib is not None
         available = wanted.memory_mib // wanted.ranks_per_node if stated else None
-    if available is None or (recipe.model.path is None and not recipe.model.config):
+    is_here = recipe.model.path is not None or bool(recipe.model.config)
+    facts = facts_for(recipe) if is_here and (stated or available is not None) else None
+    if facts is None:
         return
-    facts = facts_for(recipe)
-    if facts is not None:
+    if available is not None:
         check_memory(recipe, facts, available_bytes=available << 20)
+    if wanted.gpus_per_node and stated:
+        check_host_memory(recipe, facts)
 
 
 def _grace(resources: Resources, wanted: int) -> int:

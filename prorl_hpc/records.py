@@ -162,6 +162,10 @@ class Trajectory:
         if length and (self.loss_mask.max() > 1 or self.tokens.min() < 0):
             raise RecordError(f"{name} has a mask value above 1 or a negative token id")
         check_reward(self.reward, outcome=self.outcome, name=name)
+        for label, value in self.components.items():
+            # JSON has no such number: the shard could be written and not be read again.
+            if not math.isfinite(value):
+                raise RecordError(f"component {label}={value!r} of {name} is not finite")
         return self
 
 

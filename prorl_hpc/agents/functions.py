@@ -5,20 +5,17 @@ back under the role `tool`. An answer without a readable call ends the episode. 
 """
 
 import dataclasses
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from prorl_hpc.agents.episode import Conversation
 from prorl_hpc.agents.render import ObservationRenderer, ToolSchema
-from prorl_hpc.agents.tools import Call, calls_in
+from prorl_hpc.agents.tools import Call, split_answer
 from prorl_hpc.environment.base import Environment
 from prorl_hpc.records import Message
 
 MAX_OBSERVATION_CHARACTERS = 16_000
-
-_CALL = re.compile(r"<tool_call>.*?</tool_call>", re.DOTALL)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,8 +91,8 @@ class FunctionCalls:
 
 def read_step(answer: str) -> Step:
     """An answer's text and its readable calls; one that can't be read stays text."""
-    calls = tuple(call for call in calls_in(answer) if isinstance(call, Call))
-    return Step(text=_CALL.sub("", answer).strip() if calls else answer, calls=calls)
+    text, calls = split_answer(answer)
+    return Step(text=text if calls else answer, calls=tuple(calls))
 
 
 def shortened(text: str) -> str:

@@ -7,6 +7,7 @@ environment never becomes a control token: where it spells one, it is tokenised 
 transformers is imported lazily.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,8 @@ _stops: WeakKeyDictionary[Tokenizer, tuple[tuple[str, int | None], tuple[int, ..
 
 _MARK = "\ue000{}\ue001"
 """Stands for a message's text while the template runs; private-use characters."""
+
+_MARKS = re.compile("\ue000([0-9]+)\ue001")
 
 
 class TokenizerError(UserError, ValueError):
@@ -236,9 +239,8 @@ def _encode_parts(tokenizer: Tokenizer, text: str, contents: Sequence[str]) -> t
     Where no content spells a control token the text is encoded in one piece, as usual.
     """
     if not any(spells_control(tokenizer, content) for content in contents):
-        for index, content in enumerate(contents):
-            text = text.replace(_MARK.format(index), content)
-        return _encode(tokenizer, text)
+        # In one pass: what is put in isn't looked at again, whatever it spells.
+        return _encode(tokenizer, _MARKS.sub(lambda found: contents[int(found[1])], text))
     ids: list[int] = []
     for index, content in enumerate(contents):
         before, mark, text = text.partition(_MARK.format(index))

@@ -100,7 +100,7 @@ def calls_in(text: str) -> list[Call | str]:
     for body in _CALL.findall(text):
         try:
             calls.append(msgspec.json.decode(body.encode(), type=Call))
-        except msgspec.MsgspecError as err:
+        except (msgspec.MsgspecError, RecursionError) as err:
             calls.append(str(err))
     return calls
 

@@ -112,7 +112,8 @@ def _row(t: Trajectory) -> Row:
         isolation=t.isolation,
         worker=t.worker,
         attempt=t.attempt,
-        detail=t.detail,
+        # Names that a sandbox chose may stand in it, and needn't be text.
+        detail=t.detail.encode("utf-8", "replace").decode(),
     )
 
 

@@ -290,7 +290,11 @@ class BufferServer:
         """Whether all is written and told, or it has taken too long."""
         service, server = self.service, self._server
         roles = ("rollout",) if service.phase == "finished" else ("rollout", "learner")
-        alive = self._now() - service.dispatcher.config.lease_seconds
+        silence = service.dispatcher.config.lease_seconds
+        if service.phase == "finished":
+            # Nobody comes after this buffer: a node that was heard a moment ago is waited for.
+            silence = max(silence, server.farewell_seconds)
+        alive = self._now() - silence
         told = all(p.told_end or p.heard < alive for r in roles for p in service.peers.of(r))
         if service.phase == "finished":
             return (told and service.settled) or seconds > server.farewell_seconds

@@ -194,7 +194,10 @@ class OpenShard:
     def _trajectory(self, row: int, arrays: dict[str, NDArray[Any]]) -> Trajectory:
         record = self._table[row]
         part = slice(int(self._side_offsets[row]), int(self._side_offsets[row + 1]))
-        side = _side.decode(self._sides[part])
+        try:
+            side = _side.decode(self._sides[part])
+        except msgspec.MsgspecError as err:
+            raise self._damaged(f"row {row}: {err}") from err
         reward = float(record["reward"])
         return Trajectory(
             group_id=int(record["group_id"]),

@@ -15,13 +15,14 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
+    from hpc.queueing import half_made
     from hpc.status import states
     from hpc.submit import cancel
     from prorl_hpc.observe.culprit import ending
 
     run_ = find_run(args.run)
     end = ending(run_, states(run_))
-    if end is not None:
+    if end is not None and not half_made(run_):
         print(f"run {run_.name} isn't running, there is nothing to cancel: {end.text}")
         return 0
     cancel(run_.root)

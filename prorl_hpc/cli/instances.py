@@ -7,7 +7,6 @@ a job array where the site has one.
 import argparse
 import functools
 import sys
-import tempfile
 import textwrap
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpc.errors import HpcError, UserError
+from hpc.scratch import OwnedDirectory
 from prorl_hpc.cli.table import table
 
 if TYPE_CHECKING:
@@ -162,8 +162,8 @@ def _here(task: "SweTask", bugs: "list[Bug]", at_once: int) -> "dict[str, Verdic
         if sys.stderr.isatty():
             print(f"{bug.instance_id}: {_word(result)} ({seconds:.1f} s)", file=sys.stderr)
 
-    with tempfile.TemporaryDirectory(prefix="prorl-instances-", ignore_cleanup_errors=True) as d:
-        return check_bugs(task, bugs, scratch=Path(d), at_once=at_once, tell=tell)
+    with OwnedDirectory.make("instances") as scratch:
+        return check_bugs(task, bugs, scratch=scratch, at_once=at_once, tell=tell)
 
 
 def _over_an_array(
@@ -203,10 +203,8 @@ def check_one(name: str, config: "TaskConfig", scratch: str, instance_id: str) -
     from prorl_hpc.tasks.swe.validate import check_bugs
 
     task, bugs = _select(name, config, [instance_id])
-    with tempfile.TemporaryDirectory(
-        prefix="prorl-instances-", dir=scratch, ignore_cleanup_errors=True
-    ) as directory:
-        return check_bugs(task, bugs, scratch=Path(directory), at_once=1)[instance_id]
+    with OwnedDirectory.make("instances", directory=Path(scratch)) as directory:
+        return check_bugs(task, bugs, scratch=directory, at_once=1)[instance_id]
 
 
 # --- what is shown -----------------------------------------------------------------------------

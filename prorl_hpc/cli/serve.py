@@ -6,6 +6,7 @@ from pathlib import Path
 
 from hpc.errors import UserError
 from hpc.site import Backend
+from prorl_hpc.choices import InferencePlacement
 from prorl_hpc.recipe import Recipe, site_of
 from prorl_hpc.run import Run
 from prorl_hpc.service.allowed import check_host
@@ -68,6 +69,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _where(args: argparse.Namespace, recipe: Recipe) -> Where:
+    own_jobs = recipe.inference.placement is InferencePlacement.own_jobs
+    if own_jobs and not args.llm_servers:
+        raise UserError(
+            "inference.placement=own_jobs: a service starts no inference jobs; set "
+            "inference.placement=rollout_nodes, or bring servers with --llm-servers"
+        )
     policy = args.policy or (Path(recipe.model.path) if recipe.model.path else None)
     if policy is None or not (policy / "config.json").is_file():
         raise UserError(
@@ -131,8 +138,8 @@ def _as_job(args: argparse.Namespace, recipe: Recipe, where: Where) -> int:
     with submit_lock(run_):
         if args.submit and site.backend is Backend.slurm:
             check_cluster(plan, site)
+        freeze(run_, frozen)  # refuses a directory that holds another run
         write_where(run_, where)
-        freeze(run_, frozen)
         if args.dry_run:
             print(f"\ndry run: nothing was started; sbatch {run_.script('service')} does")
             return 0

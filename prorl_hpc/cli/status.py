@@ -31,7 +31,7 @@ def parser() -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> int:
     import msgspec
 
-    from prorl_hpc.inference.announce import describe, read_all
+    from prorl_hpc.inference.announce import beating, describe
     from prorl_hpc.observe.buffer_counts import BufferCounts, describe_counts, recorded_counts
     from prorl_hpc.observe.culprit import ending
 
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     counts = recorded_counts(run_, now=now)
     if live is not None:
         counts = BufferCounts(status=live, age_seconds=None)
-    servers = read_all(run_)
+    servers = beating(run_, now=now)
     end = ending(run_, found)
     code = EXIT_FAILED if end is not None and end.failed else 0
     if args.json:

@@ -4,6 +4,10 @@ import shlex
 
 from prorl_hpc.environment.base import EnvironmentSpec, SandboxStartError
 
+LOCALES = ("LANG", "LC_ALL")
+"""Set to what the image has: of a locale that it lacks, shells and perl complain at each start, and
+the complaint would stand before the output of each command."""
+
 
 def setup_script(spec: EnvironmentSpec, *, home: str) -> str:
     """Variables, working directory, the spec's prologue. Raises SandboxStartError."""
@@ -14,12 +18,19 @@ def setup_script(spec: EnvironmentSpec, *, home: str) -> str:
     for name, value in variables.items():
         if not name.isidentifier() or "\0" in value:
             raise SandboxStartError(f"variables[{name!r}] can't be exported by a shell")
-        lines.append(f"export {name}={shlex.quote(value)}")
+        lines.append(_exported(name, shlex.quote(value)))
     directory = shlex.quote(spec.directory)
     lines.append(f"mkdir -p -- {shlex.quote(home)} {directory} && cd -- {directory}")
     if spec.prologue:
         lines.append(f"[ $? -eq 0 ] && {{ {spec.prologue}\n}}")
     return "\n".join(lines)
+
+
+def _exported(name: str, quoted: str) -> str:
+    if name not in LOCALES:
+        return f"export {name}={quoted}"
+    missing = f'[ -n "$( {{ LC_ALL={quoted}; }} 2>&1 )" ]'  # bash says so
+    return f"if {missing}; then export {name}=C; else export {name}={quoted}; fi"
 
 
 def what_setup_does(spec: EnvironmentSpec) -> str:

@@ -8,12 +8,17 @@ import asyncio
 import hashlib
 import json
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from prorl_hpc.choices import EnvironmentKind
-from prorl_hpc.evaluation.estimators import Interval, bootstrap_interval, pass_at_k
+from prorl_hpc.evaluation.estimators import (
+    EvaluationError,
+    Interval,
+    bootstrap_interval,
+    pass_at_k,
+)
 from prorl_hpc.recipe import Recipe
 from prorl_hpc.records import Kind, Lease, Trajectory
 from prorl_hpc.run import Run
@@ -64,7 +69,7 @@ async def evaluate(
     """Samples `num_samples` rollouts of each validation instance and scores them.
 
     Temperature and top-p are those of `recipe.validation`. Raises EngineError when the model can't
-    be served, EvaluationError when a k needs more samples than there are.
+    be served, EvaluationError when a task has no instance with the samples that a k needs.
     """
     leases = plan_leases(recipe, num_samples=num_samples)
     trajectories = await _sample(recipe, model=model, leases=leases, scratch=scratch, report=report)
@@ -112,40 +117,40 @@ async def _sample(
     """Every rollout of every lease, through one pipeline."""
     from prorl_hpc.agents.registry import make_agent
     from prorl_hpc.agents.render import load_tokenizer
-    from prorl_hpc.environment.factory import EnvironmentFactory
     from prorl_hpc.inference.pool import make_engine
+    from prorl_hpc.rollout.environments import open_environments
     from prorl_hpc.rollout.pipeline import Parts, Pipeline
     from prorl_hpc.rollout.scoring import VerifierPool
     from prorl_hpc.rollout.versions import Versions
     from prorl_hpc.tasks.registry import make_tasks
 
     tokenizer = load_tokenizer(model)
-    sandboxed = any(t.environment is not EnvironmentKind.none for t in recipe.tasks.values())
-    factory = EnvironmentFactory(scratch / "environments") if sandboxed else None
-    scorer = VerifierPool(recipe.tasks, seed=recipe.seed, num_workers=recipe.rollout.eval_workers)
-    engine = make_engine(recipe, path=model, version=0)
-    await engine.start()
-    try:
+    tasks = make_tasks(recipe)
+    async with AsyncExitStack() as stack:
+        make_environment = await asyncio.to_thread(
+            open_environments, stack, tasks, scratch / "environments"
+        )
+        workers = recipe.rollout.eval_workers
+        scorer = VerifierPool(recipe.tasks, seed=recipe.seed, num_workers=workers)
+        stack.push_async_callback(scorer.close)
+        engine = make_engine(recipe, path=model, version=0)
+        stack.push_async_callback(engine.close)
+        await engine.start()
         pipeline = Pipeline(
             Parts(
                 recipe=recipe,
-                tasks=make_tasks(recipe),
+                tasks=tasks,
                 agents={n: make_agent(t, tokenizer=tokenizer) for n, t in recipe.tasks.items()},
                 tokenizer=tokenizer,
                 engine=engine,
                 versions=Versions(engine, run=Run(scratch)),
                 scorer=scorer,
-                make_environment=factory.create if factory is not None else None,
+                make_environment=make_environment,
                 worker="evaluation",
                 attempt=1,
             )
         )
         return await _produce_all(pipeline.produce, leases, report=report)
-    finally:
-        await engine.close()
-        await scorer.close()
-        if factory is not None:
-            factory.close()
 
 
 async def _produce_all(
@@ -172,37 +177,49 @@ async def _produce_all(
 def score_tasks(
     trajectories: Sequence[Trajectory], *, ks: Sequence[int], seed: int
 ) -> dict[str, TaskScore]:
-    """Results by task; an instance without a usable rollout is left out.
+    """Results by task; an instance without a usable rollout is left out, and of pass@k one with
+    fewer than k of them.
 
-    Raises EvaluationError when an instance has fewer usable rollouts than the largest k.
+    Raises EvaluationError when that leaves no instance of a task.
     """
     by_task: dict[str, dict[int, list[Trajectory]]] = {}
     for one in trajectories:
         by_task.setdefault(one.task, {}).setdefault(one.group_id, []).append(one)
-    return {name: _score(groups, ks=ks, seed=seed) for name, groups in by_task.items()}
+    return {name: _score(name, groups, ks=ks, seed=seed) for name, groups in by_task.items()}
 
 
 def _score(
-    groups: Mapping[int, Sequence[Trajectory]], *, ks: Sequence[int], seed: int
+    task: str, groups: Mapping[int, Sequence[Trajectory]], *, ks: Sequence[int], seed: int
 ) -> TaskScore:
     usable = [[t for t in group if t.reward is not None] for group in groups.values()]
     scored = [group for group in usable if group]
+    if not scored:
+        details = (one.detail or one.finish_reason for group in groups.values() for one in group)
+        raise EvaluationError(
+            f"task {task}: all rollouts were lost to the infrastructure, the first to "
+            f"{next(details, 'nothing known')!r}; mend that, or leave the task out"
+        )
     rewards = [[float(t.reward or 0.0) for t in group] for group in scored]
     solved = [sum(reward >= SOLVED for reward in values) for values in rewards]
     lengths = [int(t.loss_mask.sum()) for group in scored for t in group]
     return TaskScore(
         instances=len(scored),
-        samples=min((len(group) for group in scored), default=0),
+        samples=min(len(group) for group in scored),
         reward=bootstrap_interval([sum(v) / len(v) for v in rewards], seed=seed),
         pass_at={
-            k: bootstrap_interval(
-                [pass_at_k(len(v), n, k=k) for v, n in zip(rewards, solved, strict=True)],
-                seed=seed,
-            )
+            k: _pass_at(list(zip(map(len, rewards), solved, strict=True)), k=k, seed=seed)
             for k in ks
         },
         response_tokens=sum(lengths) / len(lengths) if lengths else 0.0,
         failures=sum(len(g) for g in groups.values()) - sum(len(g) for g in scored),
+    )
+
+
+def _pass_at(counts: Sequence[tuple[int, int]], *, k: int, seed: int) -> Interval:
+    """pass@k over the instances with (rollouts, solved ones) enough for it."""
+    enough = [pair for pair in counts if pair[0] >= k]
+    return bootstrap_interval(
+        [pass_at_k(samples, right, k=k) for samples, right in enough or counts], seed=seed
     )
 
 

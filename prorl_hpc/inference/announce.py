@@ -3,12 +3,13 @@
     inference job --publish every few seconds--> endpoints/inference/<index>.json --Board--> rollout
 
 A file whose beat stands still is of a server that died without a word: `Board` leaves it out. The
-reader's own clock measures that, never the writer's. Opens no connection.
+reader's own clock measures that, never the writer's; only who looks just once (`beating`) goes by
+the files' times. Opens no connection.
 """
 
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import msgspec
@@ -82,11 +83,35 @@ def read(run: Run, index: int) -> Announcement | None:
 def read_all(run: Run) -> list[Announcement]:
     """All servers' files, those of dead servers included; by index."""
     try:
-        names = [path.stem for path in run.announcements.iterdir() if path.suffix == ".json"]
+        return _readable(run, _indexes(run))
     except OSError:
         return []
-    found = [read(run, int(name)) for name in names if name.isdigit()]
-    return sorted((one for one in found if one is not None), key=lambda one: one.index)
+
+
+def beating(run: Run, *, now: float) -> list[Announcement]:
+    """Servers whose files were written lately, as seen at Unix time `now`; by index."""
+    return [one for one in read_all(run) if now - _written(run, one.index) <= EXPIRY_SECONDS]
+
+
+def _indexes(run: Run) -> list[int]:
+    """Whose files there are. Raises OSError where the directory can't be read just now."""
+    try:
+        names = [path.stem for path in run.announcements.iterdir() if path.suffix == ".json"]
+    except FileNotFoundError:
+        return []
+    return sorted(int(name) for name in names if name.isdecimal())
+
+
+def _readable(run: Run, indexes: Iterable[int]) -> list[Announcement]:
+    found = (read(run, index) for index in indexes)
+    return [one for one in found if one is not None]
+
+
+def _written(run: Run, index: int) -> float:
+    try:
+        return run.announcement(index).stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def describe(announcements: list[Announcement]) -> str:
@@ -125,10 +150,18 @@ class Board:
         self._seen: dict[int, _Seen] = {}
 
     def look(self) -> list[Announcement]:
-        """Who serves, as far as files tell; a file seen for the first time counts as fresh."""
+        """Who serves, as far as files tell; a file seen for the first time counts as fresh.
+
+        A file that is there and can't be read just now (a busy file system; it is being replaced)
+        counts as it was: only one that is gone was withdrawn.
+        """
         now = self._clock()
-        seen: dict[int, _Seen] = {}
-        for found in read_all(self._run):
+        try:
+            there = _indexes(self._run)
+        except OSError:
+            there = list(self._seen)
+        seen = {index: self._seen[index] for index in there if index in self._seen}
+        for found in _readable(self._run, there):
             before = self._seen.get(found.index)
             same = before is not None and (
                 (before.announcement.identity, before.announcement.beat)
@@ -138,7 +171,9 @@ class Board:
             seen[found.index] = _Seen(announcement=found, changed=changed)
         self._seen = seen
         return [
-            one.announcement for one in seen.values() if now - one.changed <= self._expiry_seconds
+            seen[index].announcement
+            for index in sorted(seen)
+            if now - seen[index].changed <= self._expiry_seconds
         ]
 
 

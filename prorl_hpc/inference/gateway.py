@@ -186,24 +186,32 @@ class Gateway:
         self._versions.bind(version)
         try:
             async with self._versions.held(version):
-                completion = await self._engine.generate(
-                    tuple(request.prompt_ids),
-                    sampling=request.sampling(),
-                    affinity=request.affinity,
-                )
+                completion = await self._ask(request)
         except RequestRefused as err:
             return 422, _detail(str(err))
-        except EngineError as err:
+        except EngineError as err:  # a version that can't be had says nothing against the engine
             self.num_failed += 1
-            self._doubt(str(err))
             return 500, _detail(str(err))
         finally:
             self._versions.unbind(version)
             self.in_flight -= 1
-            self._moved = self._clock()
         self.num_completed += 1
         self.num_tokens += len(completion.token_ids)
         return 200, self._reply(completion)
+
+    async def _ask(self, request: GenerateRequest) -> Completion:
+        """The engine's answer, whatever it is, is its sign of life; a client's leaving is none."""
+        try:
+            completion = await self._engine.generate(
+                tuple(request.prompt_ids), sampling=request.sampling(), affinity=request.affinity
+            )
+        except EngineError as err:
+            self._moved = self._clock()
+            if not isinstance(err, RequestRefused):
+                self._doubt(str(err))
+            raise
+        self._moved = self._clock()
+        return completion
 
     def _reply(self, completion: Completion) -> bytes:
         return msgspec.json.encode(

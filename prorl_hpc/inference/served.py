@@ -191,6 +191,10 @@ class ServedEngine:
         except BaseException:
             await server.close()
             raise
+        for earlier in [
+            name for name, one in self._joined.items() if one.address == server.address
+        ]:
+            del self._joined[earlier]  # else the end of its announcement would retire this one
         self.pool.observe(server.address, num_requests=server.in_flight)  # known since the check
         self._joined[announcement.identity] = server
         self._judge()

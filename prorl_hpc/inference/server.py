@@ -300,16 +300,18 @@ def check_version(path: Path, version: int) -> PolicyManifest:
 
 def _check_header(path: Path) -> None:
     """A safetensors file says in its head how long it is: 8 bytes, then JSON with offsets."""
-    with path.open("rb") as stream:
-        head = stream.read(8)
-        length = int.from_bytes(head, "little")
-        size = path.stat().st_size
-        try:
+    try:
+        with path.open("rb") as stream:
+            head = stream.read(8)
+            length = int.from_bytes(head, "little")
+            size = path.stat().st_size
             if len(head) < 8 or length > size - 8:
                 raise ValueError("its header is longer than the file")
             header = msgspec.json.decode(stream.read(length), type=dict[str, dict[str, object]])
-            ends = [e["data_offsets"][1] for k, e in header.items() if k != "__metadata__"]  # type: ignore[index]
-            if max(ends, default=0) != size - 8 - length:
-                raise ValueError("its tensors don't fill the file")
-        except (ValueError, KeyError, TypeError, IndexError, msgspec.DecodeError) as err:
-            raise EngineError(f"{path} isn't a whole safetensors file: {err}") from err
+        ends = [e["data_offsets"][1] for k, e in header.items() if k != "__metadata__"]  # type: ignore[index]
+        if max(ends, default=0) != size - 8 - length:
+            raise ValueError("its tensors don't fill the file")
+    except OSError as err:  # the version may be removed at any time
+        raise EngineError(f"{path} can't be read: {err.strerror}") from err
+    except (ValueError, KeyError, TypeError, IndexError, msgspec.DecodeError) as err:
+        raise EngineError(f"{path} isn't a whole safetensors file: {err}") from err

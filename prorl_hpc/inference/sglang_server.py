@@ -98,7 +98,7 @@ class SglangServer:
                 data = await self._channel.post(
                     "/generate", body, timeout_seconds=self._request_seconds
                 )
-            except asyncio.CancelledError:
+            except (asyncio.CancelledError, ServerGone):  # nobody waits any more, or not so long
                 self._abort(str(body["rid"]))
                 raise
             chunk = self._read(data, num_known=0)

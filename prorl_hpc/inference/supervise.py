@@ -231,7 +231,11 @@ class Fleet:
         try:
             await process.start()
             server = await self._until_well(process, version)
-            await self._pool.join(server, digest=digest)
+            try:
+                await self._pool.join(server, digest=digest)
+            except BaseException:
+                await server.close()
+                raise
             if not told.done():
                 told.set_result(None)
             ended = asyncio.create_task(process.wait())

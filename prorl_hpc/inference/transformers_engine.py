@@ -23,6 +23,7 @@ from typing import Any
 
 from prorl_hpc.inference.decode import Row, RunningBatch
 from prorl_hpc.inference.engine import Chunk, Completion, EngineError, Sampling
+from prorl_hpc.inference.http import RequestRefused
 from prorl_hpc.inference.weights import copy_weights, first_line, read_weights
 
 CLOSE_SECONDS = 60.0
@@ -144,6 +145,8 @@ class TransformersEngine:
             with self._wake:
                 if self._closed:
                     raise EngineError("the engine is closed")
+                if self._swap is not None:  # of a caller who was cancelled: its thread still waits
+                    _give_up(self._swap, EngineError("another version came"))
                 self._swap = swap
                 self._wake.notify()
             await asyncio.to_thread(swap.done.wait)
@@ -183,13 +186,13 @@ class TransformersEngine:
         if self._batch is None:
             raise EngineError("the engine isn't started")
         if not prompt_ids or sampling.max_new_tokens < 1:
-            raise EngineError(
+            raise RequestRefused(
                 f"a request of {len(prompt_ids)} prompt tokens and max_new_tokens="
                 f"{sampling.max_new_tokens} asks for nothing; give at least 1 of each"
             )
         size = self._batch.model.config.get_text_config().vocab_size
         if not 0 <= min(prompt_ids) <= max(prompt_ids) < size:
-            raise EngineError(
+            raise RequestRefused(
                 f"token ids {min(prompt_ids)}..{max(prompt_ids)} leave the model's vocabulary of "
                 f"{size}; tokenizer and model don't belong together"
             )
@@ -211,8 +214,7 @@ class TransformersEngine:
                     break
             self._turn(running, swap, [r for r in admitted if not r.cancelled])
         if swap is not None:
-            swap.error = EngineError("the engine is closed")
-            swap.done.set()
+            _give_up(swap, EngineError("the engine is closed"))
         for request in [*running.values(), *admitted]:
             _fail(request, EngineError("the engine is closed"))
 
@@ -239,6 +241,8 @@ class TransformersEngine:
             _finish([running.pop(row) for row in finished])
         except Exception as err:  # whatever torch raises (memory, device, shapes)
             batch.clear()
+            if swap is not None and not swap.done.is_set():
+                _give_up(swap, err)  # else whoever loads would wait for ever
             for request in running.values():
                 _fail(request, EngineError(f"decoding failed: {first_line(err)}"))
             running.clear()
@@ -248,12 +252,16 @@ def _apply(batch: RunningBatch, swap: _Swap) -> None:
     try:
         copy_weights(batch.model, swap.weights)
     except (ValueError, RuntimeError) as err:
-        swap.error = err
-        swap.done.set()
+        _give_up(swap, err)
         return
     batch.version = swap.version
     swap.done.set()
     batch.rebuild()
+
+
+def _give_up(swap: _Swap, error: Exception) -> None:
+    swap.error = error
+    swap.done.set()
 
 
 def _finish(requests: list[_Request]) -> None:

@@ -15,8 +15,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from types import FrameType
 
+from hpc import endpoints
 from hpc.allocation import Allocation, StopFlag
 from hpc.errors import EXIT_CONTINUE, EXIT_DONE, EXIT_USER, EndpointTimeout
 from hpc.files import publish
@@ -39,39 +41,41 @@ def launch(run: Run, recipe: Recipe, *, allocation: Allocation, flag: StopFlag) 
         raise RecipeError(
             f"learner.nodes={recipe.learner.nodes}, but this job has {nodes}; submit again"
         )
-    try:
-        host, port = _meeting_point(run, allocation, stopping=lambda: flag.stopping)
-    except EndpointTimeout as err:
-        log(f"stopping, to be started again: {err}")
-        return EXIT_CONTINUE
-    environment = os.environ | {
-        "WORLD_SIZE": str(nodes * per_node),
-        "MASTER_ADDR": host,
-        "MASTER_PORT": str(port),
-    }
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "prorl_hpc.learner", "--run", str(run.root), "--rank"],
-            env=environment
-            | {"RANK": str(allocation.node_rank * per_node + i), "LOCAL_RANK": str(i)},
-            stdin=subprocess.PIPE,
-            start_new_session=True,
-        )
-        for i in range(per_node)
-    ]
-    return _supervise(ranks, asked=flag.stopping)
+    with ExitStack() as held:
+        try:
+            host, port = _meeting_point(run, allocation, held, stopping=lambda: flag.stopping)
+        except EndpointTimeout as err:
+            log(f"stopping, to be started again: {err}")
+            return EXIT_CONTINUE
+        environment = os.environ | {
+            "WORLD_SIZE": str(nodes * per_node),
+            "MASTER_ADDR": host,
+            "MASTER_PORT": str(port),
+        }
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-m", "prorl_hpc.learner", "--run", str(run.root), "--rank"],
+                env=environment
+                | {"RANK": str(allocation.node_rank * per_node + i), "LOCAL_RANK": str(i)},
+                stdin=subprocess.PIPE,
+                start_new_session=True,
+            )
+            for i in range(per_node)
+        ]
+        return _supervise(ranks, asked=lambda: flag.stopping)
 
 
 def _meeting_point(
-    run: Run, allocation: Allocation, *, stopping: Callable[[], bool]
+    run: Run, allocation: Allocation, held: ExitStack, *, stopping: Callable[[], bool]
 ) -> tuple[str, int]:
     """Host and port of rank 0: a free port on the first node, told to the others by a file.
 
-    Raises EndpointTimeout, naming that node, when it tells none in time or a stop is wanted.
+    The port is rank 0's alone as long as `held` is open. Raises EndpointTimeout, naming that node,
+    when it tells none in time or a stop is wanted.
     """
     path = run.endpoint(f"learner-ranks-{allocation.attempt}")
     if allocation.node_rank == 0:
-        port = _free_port()
+        port = int(held.enter_context(endpoints.reserve_port()).getsockname()[1])
         host = "127.0.0.1" if allocation.num_nodes == 1 else allocation.hosts[0]
         path.parent.mkdir(parents=True, exist_ok=True)
         publish(path, data=f"{host} {port}".encode())
@@ -91,15 +95,9 @@ def _meeting_point(
             time.sleep(POLL_SECONDS)
 
 
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
-
-
-def _supervise(ranks: list[subprocess.Popen[bytes]], *, asked: bool = False) -> int:
+def _supervise(
+    ranks: list[subprocess.Popen[bytes]], *, asked: Callable[[], bool] = lambda: False
+) -> int:
     def pass_on(number: int, _frame: FrameType | None) -> None:
         for rank in ranks:
             if rank.poll() is None:
@@ -107,7 +105,7 @@ def _supervise(ranks: list[subprocess.Popen[bytes]], *, asked: bool = False) -> 
 
     for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
         signal.signal(number, pass_on)
-    if asked:  # a signal that came while the ranks were being started
+    if asked():  # a signal that came while the ranks were being started
         pass_on(signal.SIGTERM, None)
     try:
         return _wait(ranks)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hpc.errors import UserError
+from prorl_hpc.learner.weights import write_tensors
 from prorl_hpc.recipe import LoraConfig
 
 ADAPTER = "default"
@@ -123,7 +124,6 @@ class Adapter:
     def write(self, directory: Path, *, base: Path) -> None:
         """`adapter_config.json` and `adapter_model.safetensors`; `base`: the model it adapts."""
         from peft import LoraConfig as PeftConfig
-        from safetensors.torch import save_file
 
         directory.mkdir()
         targets = sorted(
@@ -142,4 +142,4 @@ class Adapter:
             f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}": value.contiguous()
             for name, value in self.factors.items()
         }
-        save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
+        write_tensors(tensors, directory / "adapter_model.safetensors")

@@ -117,6 +117,7 @@ def build_policy(
     directory: Path, config: ModelConfig, *, ranks: Ranks, chunk_tokens: int
 ) -> PolicyModel:
     """The policy of `directory` on this rank's device, sharded when there are several ranks."""
+    from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
@@ -127,7 +128,8 @@ def build_policy(
         raise ModelError(f"model {directory} has no usable config.json: {err}") from err
     # Dropout would make the ratio of new to old log-probabilities differ from 1 at no update.
     settings.attention_dropout = 0.0
-    with no_init_weights():
+    # Shapes alone: a node's ranks together would fill its memory with whole models.
+    with init_empty_weights(include_buffers=False), no_init_weights():
         network = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
             settings,
             dtype=torch.float32,
@@ -146,6 +148,8 @@ def build_policy(
     model.train()
     if ranks.world > 1:
         _shard(model, ranks=ranks)
+    else:
+        _give_memory(model, ranks.device)
     model.to(ranks.device)
     load_weights(model, directory)
     return model
@@ -171,9 +175,24 @@ def _shard(model: PolicyModel, *, ranks: Ranks) -> None:
         param_dtype=low, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
     for layer in decoder_layers(model.network):
+        # One layer is whole at a time: what others hold are shards, or shapes.
+        _give_memory(layer, ranks.device)
         fully_shard(layer, mesh=mesh, mp_policy=precision)
+    _give_memory(model, ranks.device)
     fully_shard(model, mesh=mesh, mp_policy=precision)
     model.autocasts = False
+
+
+def _give_memory(module: nn.Module, device: torch.device) -> None:
+    """Memory for the parameters that are shapes alone; one that two layers share stays one."""
+    given: dict[nn.Parameter, nn.Parameter] = {}
+    for part in module.modules():
+        for name, parameter in part.named_parameters(recurse=False):
+            if parameter.is_meta:
+                if parameter not in given:
+                    empty = torch.empty_like(parameter, device=device)
+                    given[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                part.register_parameter(name, given[parameter])
 
 
 def load_weights(model: PolicyModel, directory: Path) -> None:

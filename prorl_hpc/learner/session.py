@@ -84,8 +84,9 @@ def guarded(body: Callable[[], str]) -> int:
         print(f"prorl-hpc: {err}", file=sys.stderr, flush=True)
         return EXIT_USER
     except Fenced as err:
-        print(f"prorl-hpc: {err}", file=sys.stderr, flush=True)
-        return 1
+        # No error of the program; whether anything follows is for the newer attempt's record.
+        log(f"stopping: {err}")
+        return EXIT_CONTINUE
     except (NoBatch, WireError, RanksError, OSError) as err:
         # Lost peers and full disks may be gone at the next attempt; its chain is bounded.
         log(f"stopping, to be started again: {err}")

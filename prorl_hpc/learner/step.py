@@ -101,6 +101,10 @@ class Stepper:
         norms = [norm for _, norm in done]
         finite = [norm for norm in norms if math.isfinite(norm)]
         metrics = mean_metrics(totals)
+        kl = mean_metrics(done[0][0]).get("kl") if done else None
+        if kl is not None:
+            # Of the policy that made the batch: exactly 0 on the first one after a reset.
+            metrics |= {"kl": kl, "kl_mean": metrics["kl"]}
         metrics["loss"] = metrics.get("loss", 0.0) / max(len(updates), 1)
         metrics |= {
             "gradient_norm": sum(finite) / len(finite) if finite else math.nan,
@@ -114,7 +118,7 @@ class Stepper:
         }
         return StepResult(
             metrics=metrics,
-            kl=mean_metrics(done[0][0]).get("kl") if done else None,
+            kl=kl,
             num_skipped=len(norms) - len(finite),
         )
 

@@ -54,7 +54,7 @@ class ValidationLine(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     version: int
     score: float | None
-    """Blended by the tasks' validation weights; None when nothing came back."""
+    """Blended by the tasks' validation weights; None when nothing of one of them came back."""
     tasks: dict[str, TaskResult]
     seconds: float
     note: str = ""
@@ -100,13 +100,18 @@ def run_validation(
             note = f"not done within learner.batch_seconds={recipe.learner.batch_seconds:g}"
             return _line(step, version, {}, None, seconds, note)
     results = summarise(groups)
-    weights = {name: recipe.tasks[name].validation_weight for name in results}
-    score = None
-    if results:
-        score = blended_score({name: r.reward for name, r in results.items()}, weights)
+    score, notes = None, []
     missing = sum(counts.values()) - len(refs)
-    note = f"{missing} instances were given up (infrastructure failures)" if missing else ""
-    return _line(step, version, results, score, now() - started, note)
+    if missing:
+        notes.append(f"{missing} instances were given up (infrastructure failures)")
+    lost = [name for name in counts if name not in results]
+    if lost:
+        # A blend of the other tasks would move without any change of the policy.
+        notes.append(f"no score: none of {', '.join(lost)} came back")
+    else:
+        weights = {name: recipe.tasks[name].validation_weight for name in counts}
+        score = blended_score({name: r.reward for name, r in results.items()}, weights)
+    return _line(step, version, results, score, now() - started, "; ".join(notes))
 
 
 def _read_all(

@@ -41,6 +41,9 @@ class App:
             return await self._route(request, api)
         except Refused as err:
             return _json(api.problem(err), status=err.status)
+        except RecursionError:  # it could just be read, and not be written again
+            deep = Refused(400, "the body is nested too deeply")
+            return _json(api.problem(deep), status=deep.status)
 
     async def _route(self, request: Request, api: ModuleType) -> Reply:
         path = request.path

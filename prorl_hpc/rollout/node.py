@@ -4,19 +4,18 @@ Waits are bounded and name who is missing. Knows how the parts fit; does no work
 """
 
 import asyncio
-import contextlib
 import hashlib
 import logging
 import shutil
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 from hpc import endpoints
 from hpc.allocation import Allocation, StopFlag, cpu_count
-from hpc.errors import HpcError, ImageError
+from hpc.errors import HpcError
 from prorl_hpc.agents.registry import make_agent
 from prorl_hpc.agents.render import load_tokenizer, render_prompt
 from prorl_hpc.buffer.client import RolloutClient, locate_buffer
@@ -27,16 +26,17 @@ from prorl_hpc.over import LearnerWatch, learner_end
 from prorl_hpc.policy import PolicyError, latest_version, verify_policy
 from prorl_hpc.recipe import Recipe, load_recipe
 from prorl_hpc.records import Kind
+from prorl_hpc.rollout.environments import open_environments
 from prorl_hpc.rollout.health import Health
 from prorl_hpc.rollout.pipeline import Parts, Pipeline
 from prorl_hpc.rollout.scoring import VerifierPool
-from prorl_hpc.rollout.serving import Serving, is_served, open_served
+from prorl_hpc.rollout.serving import Serving, is_served, open_own, open_served
 from prorl_hpc.rollout.spool import Spool
 from prorl_hpc.rollout.versions import Versions
 from prorl_hpc.rollout.worker import End, Terms, Worker
 from prorl_hpc.run import Run
 from prorl_hpc.tasks.base import Task
-from prorl_hpc.tasks.environment_task import EnvironmentTask, MakeEnvironment
+from prorl_hpc.tasks.environment_task import MakeEnvironment
 from prorl_hpc.tasks.registry import make_tasks
 
 log = logging.getLogger("prorl_hpc.rollout")
@@ -72,7 +72,7 @@ async def work(run: Run, *, allocation: Allocation, stop: StopFlag) -> End:
             serving = await open_served(stack, run, recipe, version=version, stop=stop)
         else:
             engine, digest = await stack.enter_async_context(engine_at(recipe, run, version))
-            serving = Serving(engine=engine, versions=Versions(engine, run=run, digest=digest))
+            serving = open_own(stack, engine, Versions(engine, run=run, digest=digest))
         pipeline = _make_pipeline(
             stack, recipe, tasks=tasks, tokenizer=tokenizer, serving=serving,
             make_environment=make_environment, allocation=allocation,
@@ -240,27 +240,6 @@ def _make_pipeline(
             attempt=allocation.attempt,
         )
     )
-
-
-def open_environments(
-    stack: AsyncExitStack, tasks: Mapping[str, Task], scratch: Path
-) -> MakeEnvironment | None:
-    """The factory of this node; None where no task needs one. Blocking.
-
-    Raises IsolationError, with the admin's fix, before any work is drawn.
-    """
-    sandboxed = [task for task in tasks.values() if isinstance(task, EnvironmentTask)]
-    if not sandboxed:
-        return None
-    from prorl_hpc.environment.factory import EnvironmentFactory
-
-    factory = EnvironmentFactory(scratch)
-    stack.callback(factory.close)
-    for task in sandboxed:
-        # an image that is missing may be one instance's alone: that attempt will tell
-        with contextlib.suppress(ImageError):
-            factory.check(task.environment_spec(task.instance(0, kind=Kind.validation)))
-    return factory.create
 
 
 def _await_buffer(run: Run, recipe: Recipe, stop: StopFlag) -> None:

@@ -4,8 +4,7 @@
                      init_workers              run_workers            eval_workers
 
 Many attempts are in the pipeline at once; one that waits for a stage holds no place in another.
-Whatever happens, a trajectory comes out: failures that aren't the agent's fault become the outcome
-`infrastructure_failure`, with the reason, and never a reward. Knows no lease's bookkeeping.
+What becomes of an attempt is `prorl_hpc.rollout.attempt`'s. Knows no lease's bookkeeping.
 """
 
 import asyncio
@@ -17,7 +16,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from hpc.errors import HpcError
-from hpc.isolation import Isolation
 from prorl_hpc.agents.episode import Agent, Conversation, Furnisher, Limits
 from prorl_hpc.environment.base import (
     EndReason,
@@ -27,7 +25,8 @@ from prorl_hpc.environment.base import (
 )
 from prorl_hpc.inference.engine import Engine, EngineError, Sampling
 from prorl_hpc.recipe import Recipe, TaskConfig
-from prorl_hpc.records import Instance, Kind, Lease, Outcome, Score, Trajectory
+from prorl_hpc.records import Kind, Lease, Outcome, Score, Trajectory
+from prorl_hpc.rollout.attempt import Attempt
 from prorl_hpc.rollout.instances import Instances
 from prorl_hpc.rollout.limits import TimeLimits
 from prorl_hpc.rollout.scoring import VerifierTimeout
@@ -35,7 +34,7 @@ from prorl_hpc.rollout.verifier import Request
 from prorl_hpc.rollout.versions import Versions
 from prorl_hpc.tasks.base import Task, VerifierError
 from prorl_hpc.tasks.environment_task import EnvironmentTask, MakeEnvironment
-from prorl_hpc.tasks.session_task import Session, SessionTask
+from prorl_hpc.tasks.session_task import SessionTask
 
 log = logging.getLogger("prorl_hpc.rollout")
 
@@ -68,25 +67,6 @@ class Parts:
     clock: Callable[[], float] = time.monotonic
 
 
-@dataclass(kw_only=True, slots=True)
-class _Attempt:
-    """What is known so far of one attempt."""
-
-    lease: Lease
-    rollout_index: int
-    stage: str = "init"
-    timings: dict[str, float] = field(default_factory=dict)
-    isolation: dict[str, str] = field(default_factory=dict)
-    instance: Instance | None = None
-    conversation: Conversation | None = None
-    outcome: Outcome | None = None
-    """Set where the way the episode ended decides it; else the score does."""
-    finish_reason: str = ""
-    detail: str = ""
-    result: bytes | None = None
-    session: Session | None = None
-
-
 class Pipeline:
     """All attempts of one node."""
 
@@ -114,32 +94,35 @@ class Pipeline:
 
         The caller has bound the lease's version (`Versions.bind`); it is unbound here.
         """
-        attempt = _Attempt(lease=lease, rollout_index=rollout_index)
+        parts = self._parts
+        attempt = Attempt(
+            lease=lease, rollout_index=rollout_index, worker=parts.worker,
+            worker_attempt=parts.attempt, clock=parts.clock, started=parts.clock(),
+        )  # fmt: skip
         bound = [lease.policy_version]
-        started = self._parts.clock()
         try:
             async with AsyncExitStack() as stack:
                 environment = await self._init(attempt, stack)
-                async with self._parts.versions.held(lease.policy_version):
+                async with parts.versions.held(lease.policy_version):
                     await self._run(attempt, environment)
-                self._parts.versions.unbind(bound.pop())
+                parts.versions.unbind(bound.pop())
                 await self._take_result(attempt, environment)
             score = await self._eval(attempt)
+            return attempt.finished(score)
         except HpcError as err:
-            return self._failed(attempt, f"{type(err).__name__}: {err}", started=started)
+            return attempt.failed(f"{type(err).__name__}: {err}")
         except Exception as err:
             # A defect here or in a task; one attempt must not end the node.
             log.exception("attempt %s of %s failed", rollout_index, lease.group_id)
-            return self._failed(attempt, f"{type(err).__name__}: {err}", started=started)
+            return attempt.failed(f"{type(err).__name__}: {err}")
         finally:
             for version in bound:
-                self._parts.versions.unbind(version)
+                parts.versions.unbind(version)
             if attempt.session is not None:
                 await attempt.session.close()
-        return self._finished(attempt, score, started=started)
 
     @asynccontextmanager
-    async def _stage(self, attempt: _Attempt, name: str) -> AsyncIterator[None]:
+    async def _stage(self, attempt: Attempt, name: str) -> AsyncIterator[None]:
         """A place in a stage; its time goes to the attempt's timings."""
         attempt.stage = name
         async with self._stages[name]:
@@ -152,7 +135,7 @@ class Pipeline:
                 spent = self._parts.clock() - entered
                 attempt.timings[name] = attempt.timings.get(name, 0.0) + spent
 
-    async def _init(self, attempt: _Attempt, stack: AsyncExitStack) -> Environment | None:
+    async def _init(self, attempt: Attempt, stack: AsyncExitStack) -> Environment | None:
         parts, lease = self._parts, attempt.lease
         async with self._stage(attempt, "init"):
             instance = await self._instances.get(self._task(lease), lease)
@@ -182,10 +165,10 @@ class Pipeline:
             except TimeoutError as err:
                 bound = parts.recipe.rollout.environment_seconds
                 raise EngineError(f"the environment wasn't ready within {bound:g} s") from err
-            attempt.isolation = _plain(environment.isolation)
+            attempt.isolated(environment.isolation)
             return environment
 
-    async def _run(self, attempt: _Attempt, environment: Environment | None) -> None:
+    async def _run(self, attempt: Attempt, environment: Environment | None) -> None:
         parts, lease = self._parts, attempt.lease
         assert attempt.instance is not None
         config = parts.recipe.tasks[lease.task]
@@ -221,7 +204,7 @@ class Pipeline:
                 attempt.outcome, attempt.finish_reason = Outcome.agent_timeout, "time"
                 attempt.detail = f"the episode took more than {bound:g} s"
 
-    async def _take_result(self, attempt: _Attempt, environment: Environment | None) -> None:
+    async def _take_result(self, attempt: Attempt, environment: Environment | None) -> None:
         """What the agent leaves behind; its environment is closed after this."""
         if environment is None or attempt.finish_reason == "error":
             return
@@ -236,7 +219,7 @@ class Pipeline:
         except TimeoutError as err:
             raise EngineError(f"taking the result took over {RESULT_SECONDS:g} s") from err
 
-    async def _eval(self, attempt: _Attempt) -> Score:
+    async def _eval(self, attempt: Attempt) -> Score:
         conversation, instance = attempt.conversation, attempt.instance
         assert conversation is not None
         assert instance is not None
@@ -270,7 +253,7 @@ class Pipeline:
                 return Score(reward=0.0, components=components, outcome=Outcome.invalid)
 
     async def _eval_in_environment(
-        self, attempt: _Attempt, task: EnvironmentTask, config: TaskConfig
+        self, attempt: Attempt, task: EnvironmentTask, config: TaskConfig
     ) -> Score:
         assert attempt.conversation is not None
         assert attempt.instance is not None
@@ -299,7 +282,7 @@ class Pipeline:
                 f"{config.score_timeout_seconds:g}"
             ) from err
         if opened and not attempt.isolation:
-            attempt.isolation = _plain(opened[0].isolation)
+            attempt.isolated(opened[0].isolation)
         return score
 
     def _task(self, lease: Lease) -> Task:
@@ -308,7 +291,7 @@ class Pipeline:
         except KeyError as err:
             raise VerifierError(f"task {lease.task!r} of a lease isn't in the recipe") from err
 
-    def _conversation(self, attempt: _Attempt, config: TaskConfig) -> Conversation:
+    def _conversation(self, attempt: Attempt, config: TaskConfig) -> Conversation:
         parts, lease = self._parts, attempt.lease
         recipe = parts.recipe
         context_tokens = lease.context_tokens or recipe.model.context_tokens
@@ -327,65 +310,6 @@ class Pipeline:
             affinity=f"{lease.group_id}-{attempt.rollout_index}",
         )
 
-    def _finished(self, attempt: _Attempt, score: Score, *, started: float) -> Trajectory:
-        conversation = attempt.conversation
-        assert conversation is not None
-        outcome = attempt.outcome or score.outcome
-        if outcome is Outcome.infrastructure_failure:
-            return self._failed(
-                attempt, "the verifier reports a failure of its own", started=started
-            )
-        if conversation.truncated and attempt.outcome is None:
-            outcome = Outcome.truncated
-        tokens, loss_mask, logprobs, versions = conversation.transcript.arrays()
-        return Trajectory(
-            **self._frame(attempt, started=started),
-            tokens=tokens,
-            loss_mask=loss_mask,
-            logprobs=logprobs,
-            versions=versions,
-            reward=float(score.reward),
-            components=score.components | conversation.counts,
-            outcome=outcome,
-            finish_reason=attempt.finish_reason or conversation.finish_reason,
-            detail=attempt.detail or conversation.note,
-        ).check()
-
-    def _failed(self, attempt: _Attempt, detail: str, *, started: float) -> Trajectory:
-        from prorl_hpc.agents.episode import Transcript
-
-        tokens, loss_mask, logprobs, versions = Transcript().arrays()
-        line = " ".join(detail.split())[:500]
-        return Trajectory(
-            **self._frame(attempt, started=started),
-            tokens=tokens,
-            loss_mask=loss_mask,
-            logprobs=logprobs,
-            versions=versions,
-            reward=None,
-            outcome=Outcome.infrastructure_failure,
-            finish_reason="error",
-            detail=f"{attempt.stage}: {line}",
-        ).check()
-
-    def _frame(self, attempt: _Attempt, *, started: float) -> dict[str, Any]:
-        """The fields that don't depend on how it went."""
-        whole = self._parts.clock() - started
-        waited = max(whole - sum(attempt.timings.values()), 0.0)
-        lease, instance = attempt.lease, attempt.instance
-        return {
-            "group_id": lease.group_id,
-            "rollout_index": attempt.rollout_index,
-            "kind": lease.kind,
-            "task": lease.task,
-            "instance_id": instance.instance_id if instance else f"#{lease.instance_index}",
-            "timings": {name: round(value, 6) for name, value in attempt.timings.items()}
-            | {"queue": round(waited, 6)},
-            "isolation": attempt.isolation,
-            "worker": self._parts.worker,
-            "attempt": self._parts.attempt,
-        }
-
 
 def sampling_of(recipe: Recipe, config: TaskConfig, *, kind: Kind) -> Sampling:
     """How answers of a task are drawn, for training or for validation."""
@@ -396,10 +320,3 @@ def sampling_of(recipe: Recipe, config: TaskConfig, *, kind: Kind) -> Sampling:
         )
     temperature = config.temperature or recipe.algorithm.temperature
     return Sampling(temperature=temperature, max_new_tokens=1)
-
-
-def _plain(isolation: Isolation) -> dict[str, str]:
-    return {
-        key: ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-        for key, value in isolation.to_json().items()
-    }

@@ -14,6 +14,7 @@ from hpc.errors import EndpointTimeout
 from prorl_hpc.choices import InferencePlacement
 from prorl_hpc.inference.announce import load_token
 from prorl_hpc.inference.engine import EngineError
+from prorl_hpc.inference.http_pool import HttpPool
 from prorl_hpc.inference.served import ServedEngine, ServedOptions
 from prorl_hpc.policy import digest_at
 from prorl_hpc.recipe import Recipe
@@ -79,6 +80,33 @@ class ServedVersions(Versions):
 def is_served(recipe: Recipe) -> bool:
     """Whether the run has inference jobs."""
     return recipe.inference.placement is InferencePlacement.own_jobs
+
+
+def open_own(stack: AsyncExitStack, engine: Any, versions: Versions) -> Serving:
+    """The node's own engine; while none of its server processes is up, time limits stand still."""
+    limits = TimeLimits()
+    pool = getattr(engine, "pool", None)
+    if pool is not None:
+        watching = asyncio.create_task(_pause_without_servers(pool, limits), name="limits")
+        stack.push_async_callback(_end, watching)
+    return Serving(engine=engine, versions=versions, limits=limits)
+
+
+async def _pause_without_servers(pool: HttpPool, limits: TimeLimits) -> None:
+    try:
+        while True:
+            if pool.servers:
+                limits.resume()
+            else:
+                limits.pause()
+            await asyncio.sleep(POLL_SECONDS)
+    finally:
+        limits.resume()
+
+
+async def _end(task: "asyncio.Task[None]") -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
 
 
 async def open_served(

@@ -138,6 +138,8 @@ class Worker:
         self._report = report
         self._sleep = sleep
         self._held: dict[int, _Held] = {}
+        self._leaving: set[asyncio.Task[None]] = set()
+        """Cancelled with their lease, and still closing what they had open."""
         self._done: asyncio.Queue[Trajectory] = asyncio.Queue()
         self._unpushed: dict[tuple[int, int], Trajectory] = {}
         self._unspooled: list[Trajectory] = []
@@ -148,7 +150,7 @@ class Worker:
     @property
     def in_flight(self) -> int:
         """Rollouts at work."""
-        return sum(len(held.tasks) for held in self._held.values())
+        return len(self._tasks())
 
     async def run(self) -> End:
         """Works until an end, then hands in what is done and gives its leases back."""
@@ -205,7 +207,8 @@ class Worker:
                 await self._client.heartbeat(())
 
     def _tasks(self) -> list["asyncio.Task[None]"]:
-        return [task for held in self._held.values() for task in held.tasks]
+        held = [task for held in self._held.values() for task in held.tasks]
+        return [*held, *self._leaving]
 
     async def _draw_forever(self) -> None:
         while self._end is None:
@@ -311,9 +314,15 @@ class Worker:
             reply = await self._client.heartbeat(tuple(self._held))
             self._heard(reply.latest_version, reply.phase)
             for lease_id in reply.revoked:
-                held = self._held.pop(lease_id, None)
-                if held is not None:
-                    await _cancel(list(held.tasks))
+                if (held := self._held.pop(lease_id, None)) is not None:
+                    self._let_go(held)
+
+    def _let_go(self, held: _Held) -> None:
+        """Without waiting for containers to close: the next heartbeat keeps the other leases."""
+        for task in list(held.tasks):
+            task.cancel()
+            self._leaving.add(task)
+            task.add_done_callback(self._leaving.discard)
 
     def _heard(self, latest_version: int, phase: Phase) -> None:
         self.versions.offer(latest_version)

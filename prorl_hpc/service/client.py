@@ -16,6 +16,10 @@ import httpx
 from hpc.errors import HpcError
 
 WAIT_SECONDS = 30.0
+REQUEST_SECONDS = 60.0
+LOAD_SECONDS = 3600.0
+"""A large policy takes its time, and asking again would load it again."""
+
 RETRY_SECONDS = 1.0
 
 
@@ -201,7 +205,8 @@ class RolloutClient:
     def load_policy(self, version: int, *, path: Path) -> int:
         """Moves the service to a published policy; returns the version it now serves."""
         body = {"version": version, "path": str(path.resolve())}
-        return int(self._ask("POST", "/v1/policy", json=body)["version"])
+        timeout = httpx.Timeout(LOAD_SECONDS, connect=REQUEST_SECONDS)
+        return int(self._ask("POST", "/v1/policy", json=body, timeout=timeout)["version"])
 
     def _result(self, job_id: str, *, timeout_seconds: float, form: str = "plain") -> Any:
         until = time.monotonic() + timeout_seconds
@@ -260,5 +265,6 @@ def _connect(url: str, token: str | None) -> httpx.Client:
         transport = httpx.HTTPTransport()
         base = url
     return httpx.Client(
-        base_url=base, headers=headers, transport=transport, timeout=60.0, trust_env=False
-    )
+        base_url=base, headers=headers, transport=transport, timeout=REQUEST_SECONDS,
+        trust_env=False,
+    )  # fmt: skip

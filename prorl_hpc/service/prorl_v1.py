@@ -147,7 +147,10 @@ class _Server:
             return v1_error(400, "this service runs an engine of its own; see serve --llm-servers")
         if not request.address.startswith(("http://", "https://")):
             return v1_error(400, f"address={request.address[:100]!r} must begin with http://")
-        await pool.join(ProrlServer(request.address, version=pool.version))
+        address = request.address.rstrip("/")
+        if address not in pool.servers:
+            await pool.leave(address)  # one that was drained: its connections are let go
+            await pool.join(ProrlServer(address, version=pool.version))
         return JSONResponse({"status": "added", "llm_servers": list(pool.servers)})
 
     async def clear_llm_server(self) -> Response:

@@ -7,11 +7,12 @@ clients bring jobs.
 
 import asyncio
 import functools
+import logging
 import os
 import secrets
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AsyncExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -26,14 +27,15 @@ from hpc.files import publish
 from hpc.scratch import OwnedDirectory
 from prorl_hpc.agents.registry import make_agent
 from prorl_hpc.agents.render import load_tokenizer
-from prorl_hpc.choices import EnvironmentKind
 from prorl_hpc.inference.engine import Engine
 from prorl_hpc.inference.http_pool import HttpPool
 from prorl_hpc.inference.pool import make_engine
 from prorl_hpc.policy import MANIFEST, verify_policy
 from prorl_hpc.recipe import Recipe
+from prorl_hpc.rollout.environments import open_environments
 from prorl_hpc.rollout.pipeline import Parts
 from prorl_hpc.rollout.scoring import VerifierPool
+from prorl_hpc.rollout.serving import open_own
 from prorl_hpc.rollout.versions import Versions
 from prorl_hpc.run import Run
 from prorl_hpc.service.app import make_app
@@ -41,9 +43,12 @@ from prorl_hpc.service.callbacks import Callbacks
 from prorl_hpc.service.core import Core
 from prorl_hpc.service.job import Where
 from prorl_hpc.service.jobs import Bounds, Jobs
-from prorl_hpc.service.store import JobStore
+from prorl_hpc.service.store import JobStore, StoreError
+from prorl_hpc.tasks.base import Task
 from prorl_hpc.tasks.environment_task import MakeEnvironment
 from prorl_hpc.tasks.registry import make_tasks
+
+log = logging.getLogger("prorl_hpc.service")
 
 FAREWELL_SECONDS = 10
 PROGRESS_SECONDS = 30.0
@@ -111,7 +116,10 @@ async def serve(recipe: Recipe, where: Where, *, allocation: Allocation | None =
 
 async def _record_progress(allocation: Allocation, store: JobStore) -> None:
     while True:
-        await asyncio.to_thread(allocation.record_progress, float(store.num_added))
+        try:
+            await asyncio.to_thread(allocation.record_progress, float(store.num_added))
+        except (OSError, StoreError) as err:  # a full disk: the chain needs the next one
+            log.warning("progress can't be recorded: %s", err)
         await asyncio.sleep(PROGRESS_SECONDS)
 
 
@@ -201,9 +209,11 @@ async def _open_core(stack: AsyncExitStack, recipe: Recipe, where: Where) -> Cor
     tasks = make_tasks(recipe)
     tokenizer = await asyncio.to_thread(load_tokenizer, where.policy)
     agents = {n: make_agent(c, tokenizer=tokenizer) for n, c in recipe.tasks.items()}
+    make_environment = await asyncio.to_thread(_environments, stack, tasks)
     engine = _engine(recipe, where)
     stack.push_async_callback(engine.close)
     await engine.start()
+    serving = open_own(stack, engine, Versions(engine, run=Run(where.directory)))
     scorer = VerifierPool(
         recipe.tasks,
         seed=recipe.seed,
@@ -217,9 +227,10 @@ async def _open_core(stack: AsyncExitStack, recipe: Recipe, where: Where) -> Cor
             agents=agents,
             tokenizer=tokenizer,
             engine=engine,
-            versions=Versions(engine, run=Run(where.directory)),
+            versions=serving.versions,
+            limits=serving.limits,
             scorer=scorer,
-            make_environment=_environments(stack, recipe),
+            make_environment=make_environment,
             worker=f"service-{os.getpid()}",
             attempt=1,
         ),
@@ -257,13 +268,7 @@ def remember(where: Where, version: int, path: Path) -> None:
     publish(where.directory / LOADED, data=msgspec.json.encode(last))
 
 
-def _environments(stack: AsyncExitStack, recipe: Recipe) -> MakeEnvironment | None:
-    if {task.environment for task in recipe.tasks.values()} <= {EnvironmentKind.none}:
-        return None
-
-    from prorl_hpc.environment.factory import EnvironmentFactory
-
-    scratch = stack.enter_context(OwnedDirectory.make("serve"))
-    factory = EnvironmentFactory(Path(os.environ.get("PRORL_SCRATCH", scratch)) / "environments")
-    stack.callback(factory.close)
-    return factory.create
+def _environments(stack: AsyncExitStack, tasks: Mapping[str, Task]) -> MakeEnvironment | None:
+    """Raises IsolationError, with the admin's fix, before the address is told to anybody."""
+    scratch = os.environ.get("PRORL_SCRATCH") or stack.enter_context(OwnedDirectory.make("serve"))
+    return open_environments(stack, tasks, Path(scratch) / "environments")

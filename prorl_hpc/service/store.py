@@ -14,7 +14,8 @@ from prorl_hpc.service.schema import JobState
 
 FORMAT = 2
 
-_SCHEMA = """
+_SCHEMA = (
+    """
 CREATE TABLE IF NOT EXISTS jobs (
     number INTEGER PRIMARY KEY AUTOINCREMENT,
     id TEXT UNIQUE NOT NULL,
@@ -28,9 +29,9 @@ CREATE TABLE IF NOT EXISTS jobs (
     ended REAL,
     num_finished INTEGER NOT NULL DEFAULT 0,
     num_usable INTEGER NOT NULL DEFAULT 0
-);
-CREATE INDEX IF NOT EXISTS jobs_by_state ON jobs (state);
-"""
+)""",
+    "CREATE INDEX IF NOT EXISTS jobs_by_state ON jobs (state)",
+)
 
 _COLUMNS = "number, id, request, state, submitted, detail, num_finished, num_usable"
 
@@ -81,14 +82,20 @@ class JobStore:
                 raise StoreError(
                     f"{path} has format {found}, newer than {FORMAT}; update prorl-hpc"
                 )
-            for statement in _FROM_1 if found == 1 else ():
-                self._db.execute(statement)
-            self._db.executescript(_SCHEMA)
-            self._db.execute(f"PRAGMA user_version={FORMAT}")
+            self._bring_up(found)
         except (sqlite3.Error, OSError) as err:
             raise StoreError(
                 f"job store {path} can't be opened: {err}; name another --dir"
             ) from err
+
+    def _bring_up(self, found: int) -> None:
+        """Tables of this format, all of them or (after a kill) none."""
+        statements = [*(_FROM_1 if found == 1 else ()), *_SCHEMA]
+        self._db.execute("BEGIN IMMEDIATE")
+        with self._db:  # commits, or rolls back
+            for statement in statements:
+                self._db.execute(statement)
+            self._db.execute(f"PRAGMA user_version={FORMAT}")
 
     def add(self, job_id: str, *, request: str, idempotency_key: str | None) -> StoredJob:
         """Records a new job as queued, durably."""

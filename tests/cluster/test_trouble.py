@@ -59,8 +59,11 @@ def test_jobs_that_the_controller_has_forgotten(counted: Session) -> None:
         lambda: not cluster.run(["squeue", "-h", "-a", "-t", "all"]).stdout.strip(),
         what="the controller forgets both",
     )
-    phases = {state["job"]: state["phase"] for state in counted.states()}
-    assert phases == {"buffer": "finished", "learner": "cancelled"}
+    counted.wait(
+        lambda: {state["job"]: state["phase"] for state in counted.states()}
+        == {"buffer": "finished", "learner": "cancelled"},
+        what="accounting has heard of both",
+    )  # fmt: skip
 
 
 def test_a_node_that_lacks_something_is_left(session: Session) -> None:

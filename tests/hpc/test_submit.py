@@ -204,6 +204,29 @@ def test_states_from_the_queue(fake: FakeSlurm, run: RunDirectory) -> None:
     assert "SOMETHING_NEW" in found["rollout2"].reason
 
 
+def test_a_job_whose_script_never_began_is_told(fake: FakeSlurm, run: RunDirectory) -> None:
+    launch(run, job())
+    fake.set_job("100", state="RUNNING")
+    (found,) = status.states(run)
+    assert found.phase == "running"
+    assert found.reason == "Slurm started it; its script hasn't said a word yet"
+    start = ledger.Start(
+        time=2e9, job="learner", role="learner", index=0, attempt=1, job_id="100", host="n1"
+    )
+    ledger.append(run.ledger, entry=start)
+    (found,) = status.states(run)
+    assert found.reason == ""
+
+
+def test_a_job_that_was_preempted_for_good_is_resumed(fake: FakeSlurm, run: RunDirectory) -> None:
+    launch(run, job(), site=slurm_site(accounting=True))
+    fake.change(jobs=[], accounting={"100": "PREEMPTED"})
+    (found,) = status.states(run)
+    assert (found.phase, "not queued again" in found.reason) == ("failed", True)
+    submit.resume(run.root)
+    assert len(fake.calls("sbatch")) == 2
+
+
 def test_completed_without_a_record_is_not_a_success(fake: FakeSlurm, run: RunDirectory) -> None:
     launch(run, job())
     fake.set_job("100", state="COMPLETED")

@@ -9,6 +9,7 @@ import pytest
 from hpc.errors import SiteError
 from hpc.site import Backend, Placement, Site
 from prorl_hpc.choices import EngineKind, InferencePlacement
+from prorl_hpc.learner.memory import facts_for
 from prorl_hpc.planner import adjustments, make_plan
 from prorl_hpc.recipe import (
     BufferConfig,
@@ -205,10 +206,32 @@ def test_a_learner_that_does_not_fit_the_stated_gpu_is_refused_with_what_does() 
     big.model.config, big.model.vocabulary = BIG, "abc"
     big.learner.gpus_per_node = 4
     big.model.activation_checkpointing, big.learner.tokens_per_micro_batch = True, 8192
-    for stated in ({}, {"gpu_memory_mib": 81920, "memory_mib": 1000}):
+    big.learner.memory_mib = 200_000
+    for stated in ({}, {"gpu_memory_mib": 81920, "memory_mib": 500_000}):
         make_plan(big, site(**stated), run_directory=RUN)
     with pytest.raises(RecipeError, match=r"there are 15.6 GiB; use \d+ ranks"):
         make_plan(big, site(gpu_memory_mib=16000), run_directory=RUN)
+
+
+def test_main_memory_of_a_learner_with_gpus_is_held_against_its_request() -> None:
+    """Publishing and checkpoints pass through it: 4 of 8 shards of 7 billion, 16 bytes each."""
+    big = recipe()
+    big.model.config, big.model.vocabulary = BIG, "abc"
+    big.learner.gpus_per_node = 4
+    big.model.activation_checkpointing, big.learner.tokens_per_micro_batch = True, 8192
+    big.learner.memory_mib = 65536
+    make_plan(big, site(), run_directory=RUN)  # where memory isn't counted
+    remedy = r"learner.memory_mib=65536: .* set learner.memory_mib="
+    with pytest.raises(RecipeError, match=remedy) as refusal:
+        make_plan(big, site(memory_mib=500_000), run_directory=RUN)
+    big.learner.memory_mib = int(str(refusal.value).split("set learner.memory_mib=")[1].split()[0])
+    facts = facts_for(big)
+    assert facts is not None
+    shards = 4 * 4 * -(-facts.num_parameters // 8)
+    assert big.learner.memory_mib == pytest.approx(
+        (4 * shards + 4 * facts.num_parameters) / 2**20 + 4096, rel=0.01
+    )
+    make_plan(big, site(memory_mib=500_000), run_directory=RUN)
 
 
 def test_a_learner_on_cpus_is_held_against_its_own_request_where_the_site_states_memory() -> None:

@@ -39,6 +39,8 @@ def tools_of(row: dict[str, Any]) -> tuple[ToolSchema, ...]:
     tools = row["responses_create_params"].get("tools") or ()
     schemas = []
     for tool in tools:
+        if not isinstance(tool, dict):
+            raise ValueError(f"tool {tool!r:.40} isn't an object")
         if tool.get("type", "function") != "function":
             raise ValueError(f"tool of type {tool['type']!r} isn't supported; functions are")
         function = {
@@ -58,19 +60,22 @@ def agent_of(row: dict[str, Any]) -> str:
 
 def row_of(answer: JSON) -> dict[str, Any]:
     """An instance's row. Raises ValueError for an instance that has none."""
-    if not isinstance(answer, dict) or "responses_create_params" not in answer:
+    if not isinstance(answer, dict) or not isinstance(answer.get("responses_create_params"), dict):
         raise ValueError("answer must be the Gym row, with responses_create_params")
     return answer
 
 
-def _check_item(item: dict[str, Any]) -> None:
+def _check_item(item: Any) -> None:
+    if not isinstance(item, dict):
+        raise ValueError(f"input item {item!r:.40} isn't a message")
     kind = item.get("type", "message")
     if kind != "message":
         raise ValueError(f"input item of type {kind!r} isn't supported; messages are")
     content = item["content"]
     for part in content if isinstance(content, list) else ():
-        if part.get("type") not in _TEXTS:
-            raise ValueError(f"input of type {part.get('type')!r} isn't supported; text is")
+        found = part.get("type") if isinstance(part, dict) else part
+        if found not in _TEXTS:
+            raise ValueError(f"input of type {found!r:.40} isn't supported; text is")
 
 
 def _identity(row: dict[str, Any]) -> str:

@@ -6,6 +6,7 @@ anything that Python starts by itself are left out. Runs nothing.
 """
 
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
@@ -32,6 +33,14 @@ SHADOWED = frozenset(
 )  # fmt: skip
 """Directories (or modules) that would stand in for the test runner, or are no source at all."""
 
+STANDARD = frozenset(sys.stdlib_module_names)
+"""A new module of such a name, where imports begin, would run before the tests' own reporter."""
+
+IMPORT_ROOTS = ("src", "lib")
+"""Directories beside the tree itself from which projects import."""
+
+MODULES = (".py", ".so")
+
 COMPILED = (".pyc", ".pyo", ".pth", ".egg-link")
 
 _ESCAPE = re.compile(rb"\\([0-7]{3}|.)")
@@ -51,6 +60,7 @@ class Part:
     data: bytes
     is_plain: bool
     """A regular file before and after; neither a link nor a submodule."""
+    is_new: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,7 +79,9 @@ class Rule:
             return False
         if is_under(part.path, self.tests) or path.name in CONFIGURATION:
             return False
-        if part.path.endswith(COMPILED) or SHADOWED & {*path.parts, path.stem}:
+        if part.path.endswith(COMPILED) or SHADOWED & {*path.parts, _module(path)}:
+            return False
+        if part.is_new and _stands_for_the_standard_library(path):
             return False
         if self.sources:
             return is_under(part.path, self.sources)
@@ -124,13 +136,15 @@ def _lines(data: bytes) -> list[bytes]:
 
 def _part(lines: list[bytes]) -> Part:
     path = _header_path(lines[0].rstrip(b"\n")[len(HEADER) :])
-    is_plain = True
+    is_plain, is_new = True, False
     for line in lines[1:]:
         text = line.rstrip(b"\n")
         if text.startswith((b"@@", b"GIT binary patch")):
             break
         is_plain &= _check_header(text, path)
-    return Part(path=path.decode("utf-8", "replace"), data=b"".join(lines), is_plain=is_plain)
+        is_new |= text.startswith(b"new file mode ")
+    name = path.decode("utf-8", "replace")
+    return Part(path=name, data=b"".join(lines), is_plain=is_plain, is_new=is_new)
 
 
 def _check_header(text: bytes, path: bytes) -> bool:
@@ -169,6 +183,18 @@ def _unquoted(name: bytes) -> bytes:
         return bytes([int(code, 8) & 255]) if len(code) == 3 else _ESCAPED.get(code, code)
 
     return _ESCAPE.sub(plain, name[1:-1])
+
+
+def _module(path: PurePosixPath) -> str:
+    """`pytest` of `pytest.abi3.so`."""
+    return path.name.partition(".")[0]
+
+
+def _stands_for_the_standard_library(path: PurePosixPath) -> bool:
+    """`hmac.py`, `json/__init__.py`: what Python finds before its own."""
+    parts = path.parts[1:] if path.parts[0] in IMPORT_ROOTS else path.parts
+    is_module = len(parts) == 1 or (len(parts) == 2 and parts[1].startswith("__init__."))
+    return is_module and path.suffix in MODULES and _module(PurePosixPath(parts[0])) in STANDARD
 
 
 def _looks_like_a_test(path: PurePosixPath) -> bool:

@@ -65,6 +65,15 @@ def test_text_that_spells_a_control_token_stays_text():
     assert suffix.count(end) == 1
 
 
+def test_a_text_that_looks_like_a_mark_is_not_replaced():
+    tokenizer = byte_tokenizer()
+    (end, *_) = stop_ids(tokenizer)
+    mark = "\ue0001\ue001"  # what stands for the second text while the template runs
+    suffix = observation_renderer(tokenizer, role="user")((end,), [f"a{mark}b", "second"])
+    assert f"a{mark}b" in tokenizer.decode(suffix)
+    assert tokenizer.decode(suffix).count("second") == 1
+
+
 def test_observations_continue_the_template_exactly():
     tokenizer = byte_tokenizer()
     render = observation_renderer(tokenizer, role="user")

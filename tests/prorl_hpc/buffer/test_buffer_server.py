@@ -7,9 +7,17 @@ import numpy as np
 import pytest
 
 from prorl_hpc.buffer.client import RolloutClient
-from prorl_hpc.buffer.messages import VALIDATION_BASE, Fenced, GroupIds, GroupRef
+from prorl_hpc.buffer.keys import load_server_keys
+from prorl_hpc.buffer.messages import (
+    FORMAT,
+    VALIDATION_BASE,
+    Envelope,
+    Fenced,
+    GroupIds,
+    GroupRef,
+)
 from prorl_hpc.buffer.reader import GroupReader
-from prorl_hpc.buffer.server import Ended, ServerConfig
+from prorl_hpc.buffer.server import BufferServer, Ended, ServerConfig
 from prorl_hpc.records import Kind, Lease, Outcome
 from tests.prorl_hpc.buffer.buffer_helpers import (
     make_config,
@@ -316,3 +324,37 @@ def test_group_ids() -> None:
     assert ids_.minus([1, 3]).ranges == ((2, 3), (4, 6))
     assert [i in ids_ for i in (0, 1, 5, 6)] == [False, True, True, False]
     assert (len(ids_), list(ids_)) == (5, [1, 2, 3, 4, 5])
+
+
+def test_a_finished_run_waits_a_moment_for_nodes_that_were_silent(tmp_path: Path) -> None:
+    """A node held up for longer than its lease would find nobody, and wait for a successor."""
+    now = [0.0]
+    run = make_run(tmp_path / "run")
+    server = BufferServer(
+        run,
+        config=make_config(lease_seconds=1.0),
+        server=ServerConfig(farewell_seconds=30.0, goodbye_seconds=5.0),
+        keys=load_server_keys(run),
+        attempt=1,
+        now=lambda: now[0],
+    )
+    server.service.store.start()
+    try:
+        envelope = Envelope(
+            format=FORMAT, run=run.name, worker="w0", attempt=1, session=1, request=1
+        )
+        peer, _ = server.service.peers.meet("rollout", envelope, now=0.0)
+        assert peer is not None
+        now[0] = 2.0
+        server.service.drain("the walltime is near")
+        assert server._may_leave(0.0)  # its successor will tell the node
+        server.service.phase = "finished"
+        assert not server._may_leave(0.0)
+        peer.told_end = True
+        assert server._may_leave(0.0)
+        peer.told_end = False
+        assert server._may_leave(31.0)  # told or not
+        now[0] = 31.0
+        assert server._may_leave(0.0)  # gone for long
+    finally:
+        server.close()

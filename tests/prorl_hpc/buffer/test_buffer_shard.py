@@ -15,7 +15,7 @@ from prorl_hpc.buffer import frames
 from prorl_hpc.buffer.export import ExportError, export
 from prorl_hpc.buffer.manifest import Closed, ManifestWriter, Owner, Shard
 from prorl_hpc.buffer.messages import Push, WireError
-from prorl_hpc.buffer.shard import OpenShard, ShardError, shard_image, write_shard
+from prorl_hpc.buffer.shard import OpenShard, ShardDamaged, ShardError, shard_image, write_shard
 from prorl_hpc.records import Kind, Outcome, RecordError, Trajectory
 from prorl_hpc.run import Run
 from tests.prorl_hpc.buffer.buffer_helpers import make_trajectory
@@ -88,6 +88,27 @@ def test_bad_trajectories_never_leave_the_node() -> None:
     for reward in (float("nan"), float("inf"), True):
         with pytest.raises(RecordError, match="reward"):
             frames.encode_push([replace(make_trajectory(1, 0), reward=reward)])
+    odd = replace(make_trajectory(1, 0), components={"share": float("nan")})
+    with pytest.raises(RecordError, match="component share=nan"):
+        frames.encode_push([odd])
+
+
+def test_a_row_that_cannot_be_read_is_damage_and_no_crash(tmp_path: Path) -> None:
+    """As a version that let such a component through has written it."""
+    path = tmp_path / "1.h5"
+    odd = replace(make_trajectory(1, 0), components={"share": float("nan")})
+    digest = write_shard(path, image=shard_image([odd]))
+    shard = OpenShard(path, number=1, sha256=digest)
+    with pytest.raises(ShardDamaged, match=r"row 0: .*components"):
+        shard.read(0)
+    shard.close()
+
+
+def test_what_is_no_text_in_a_detail_goes_over_the_wire_as_question_marks() -> None:
+    odd = replace(make_trajectory(1, 0), detail="can't read a\udcffb")
+    body, arrays = frames.encode_push([odd])
+    (read,) = frames.decode_push(frames.decode_request(frames.encode_body(body)), arrays)  # type: ignore[arg-type]
+    assert read.detail == "can't read a?b"
 
 
 @given(cut=st.integers(0, 3), size=st.integers(0, 40))

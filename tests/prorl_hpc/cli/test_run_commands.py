@@ -19,6 +19,7 @@ from prorl_hpc.cli.main import main
 from prorl_hpc.cli.status import duration
 from prorl_hpc.cli.table import table
 from prorl_hpc.cli.watch import is_over, summary
+from prorl_hpc.evaluation.estimators import EvaluationError
 from prorl_hpc.evaluation.evaluate import plan_leases, score_tasks
 from prorl_hpc.observe.metrics import MetricsWriter
 from prorl_hpc.observe.trajectories import describe_trajectory, segments
@@ -218,6 +219,14 @@ def test_first_letters_of_a_name_will_do_where_nothing_changes(
     assert main(["status", "quicksa"]) == 0
 
 
+def test_cancel_ends_what_may_have_been_queued(run: Run) -> None:
+    # the submit was killed before it could record sbatch's answer
+    intent = ledger.Intent(time=1.0, job="buffer", token="t", script="buffer.sbatch", indexes=None)
+    ledger.append(run.ledger, entry=intent)
+    assert main(["cancel", "quickstart"]) == 0
+    assert run.stop_request.exists()
+
+
 def test_cancel_of_a_run_that_has_ended_changes_nothing(
     run: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -386,8 +395,13 @@ def test_evaluation_scores_by_hand() -> None:
     # pass@1: 1/2, 0 and 1 (one usable rollout); their mean is 1/2
     assert score.pass_at[1].mean == pytest.approx(0.5)
     assert score.response_tokens == 2.0
-    two = score_tasks(every[:4], ks=[2], seed=0)["a"]
-    assert two.pass_at[2].mean == pytest.approx(0.5)  # one of two instances was ever solved
+    # one of two instances was ever solved; the third has too few rollouts to say
+    two = score_tasks(every, ks=[2], seed=0)["a"]
+    assert two.pass_at[2].mean == pytest.approx(0.5)
+    with pytest.raises(EvaluationError, match="pass@3 needs at least 3 samples"):
+        score_tasks(every, ks=[3], seed=0)
+    with pytest.raises(EvaluationError, match="task a: all rollouts were lost"):
+        score_tasks(every[-1:], ks=[1], seed=0)
 
 
 def test_leases_of_an_evaluation() -> None:

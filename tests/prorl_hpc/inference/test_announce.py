@@ -1,6 +1,7 @@
 """Announcements of inference jobs: fencing, beats that stand still, files that aren't ours."""
 
 import dataclasses
+import os
 from pathlib import Path
 
 import msgspec
@@ -13,6 +14,7 @@ from prorl_hpc.inference.announce import (
     Board,
     TokenError,
     announce,
+    beating,
     describe,
     load_token,
     make_token,
@@ -152,3 +154,30 @@ def test_the_token_is_made_once_and_must_be_private(run: Run) -> None:
     run.inference_token.write_text("\n")
     with pytest.raises(TokenError, match="is empty"):
         load_token(run)
+
+
+def test_a_file_that_can_not_be_read_just_now_is_not_withdrawn(run: Run) -> None:
+    clock = Clock()
+    board = Board(run, clock=clock, expiry_seconds=60.0)
+    announce(run, made(index=0))
+    announce(run, made(index=1, identity="b"))
+    assert [one.index for one in board.look()] == [0, 1]
+    clock.now = 30.0
+    run.announcement(0).unlink()
+    run.announcement(0).mkdir()  # there, and reading it fails
+    assert [one.index for one in board.look()] == [0, 1]
+    clock.now = 70.0  # its beat was seen 70 s ago
+    announce(run, made(index=1, identity="b", beat=2))
+    assert [one.index for one in board.look()] == [1]
+    run.announcement(1).unlink()  # this one is withdrawn
+    assert board.look() == []
+
+
+def test_who_looks_once_leaves_out_what_was_not_written_lately(run: Run) -> None:
+    announce(run, made(index=0))
+    announce(run, made(index=1, identity="b"))
+    os.utime(run.announcement(0), (1000.0, 1000.0))
+    os.utime(run.announcement(1), (1050.0, 1050.0))
+    assert [one.index for one in beating(run, now=1060.0)] == [0, 1]
+    assert [one.index for one in beating(run, now=1061.0)] == [1]
+    assert len(read_all(run)) == 2

@@ -196,6 +196,46 @@ def test_an_engine_that_answers_nothing_for_long_is_dead(run: Run) -> None:
     bounded(check())
 
 
+def test_clients_that_lose_patience_do_not_hide_that_the_engine_hangs(run: Run) -> None:
+    async def check() -> None:
+        job = HttpJob(run)
+        now = [0.0]
+        job.gateway._clock = lambda: now[0]
+        async with jobs(job):
+            job.engine.hold.clear()
+            server = client(job)
+            asked = [asyncio.create_task(server.generate((1,), sampling=SAMPLING)) for _ in "ab"]
+            await until(lambda: job.engine.running == 2)
+            now[0] = 599.0
+            asked[0].cancel()
+            await until(lambda: job.gateway.in_flight == 1)
+            now[0] = 601.0  # the other one has waited for 601 s; the bound is 600 s
+            assert "answered nothing for 600 s" in job.gateway.trouble
+            asked[1].cancel()
+            await asyncio.gather(*asked, return_exceptions=True)
+            await server.close()
+
+    bounded(check())
+
+
+def test_a_version_that_can_not_be_loaded_says_nothing_against_the_engine(run: Run) -> None:
+    async def check() -> None:
+        for version in (0, 1):
+            publish(run, version)
+        job = HttpJob(run)
+        job.engine.load_error = "a file is damaged"
+        async with jobs(job):
+            server = client(job)
+            bound = Sampling(temperature=1.0, max_new_tokens=1, policy_version=1)
+            with pytest.raises(ServerGone, match=r"500: .*a file is damaged"):
+                await server.generate((1,), sampling=bound)
+            await server.check()  # what else it works on goes on
+            assert job.engine.num_requests == 0
+            await server.close()
+
+    bounded(check())
+
+
 def test_bound_requests_get_exactly_their_version_and_others_the_newest(run: Run) -> None:
     async def check() -> None:
         for version in (0, 1, 2):

@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from prorl_hpc.inference import server as server_module
 from prorl_hpc.inference.engine import Chunk, Completion, EngineError, Sampling
 from prorl_hpc.inference.http import RequestRefused, ServerGone
 from prorl_hpc.inference.http_pool import HttpPool
 from prorl_hpc.inference.server import LoadFailed, Server
-from prorl_hpc.policy import digest_at, publish_directory
+from prorl_hpc.inference.supervise import Fleet, Launch
+from prorl_hpc.policy import PolicyManifest, digest_at, publish_directory, verify_policy
 
 SAMPLING = Sampling(temperature=1.0, max_new_tokens=4)
 BOUND_SECONDS = 300.0
@@ -389,6 +391,47 @@ def test_a_retired_server_ends_what_it_has_and_no_health_check_takes_it_back() -
         await pool.join(idle)
         pool.retire("idle")
         await until(lambda: idle.closed)
+        await pool.close()
+
+    run(check())
+
+
+def test_a_version_that_vanishes_while_it_is_checked_is_the_engines_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = version_at(tmp_path / "v1", 1)
+
+    def verify(directory: Path) -> PolicyManifest:
+        manifest = verify_policy(directory)
+        (directory / "model.safetensors").unlink()
+        return manifest
+
+    monkeypatch.setattr(server_module, "verify_policy", verify)
+    with pytest.raises(EngineError, match=r"model\.safetensors can't be read"):
+        server_module.check_version(path, 1)
+
+
+@pytest.mark.process
+def test_a_server_that_can_not_join_is_let_go(tmp_path: Path) -> None:
+    async def check() -> None:
+        made = FakeServer("http://127.0.0.1:9", version=1)
+        made.load_error = LoadFailed("can't go back")
+        pool = HttpPool(version=0, path=version_at(tmp_path / "v0", 0))
+
+        def launch(*, slot: int, address: str, identity: str, path: Path) -> Launch:
+            command = ("sleep", "600")
+            return Launch(command=command, environment={}, address=address, identity=identity)
+
+        async def connect(launch: Launch, version: int) -> Server:
+            return made
+
+        fleet = Fleet(
+            pool=pool, num_servers=1, make_launch=launch, connect=connect, start_seconds=60.0,
+            log_directory=tmp_path / "logs",
+        )  # fmt: skip
+        with pytest.raises(EngineError, match="can't go back"):
+            await fleet.start()
+        assert made.closed
         await pool.close()
 
     run(check())

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hpc import ledger
-from prorl_hpc.inference.announce import Board, load_token, make_token, withdraw
+from prorl_hpc.inference.announce import Announcement, Board, load_token, make_token, withdraw
 from prorl_hpc.inference.engine import Sampling
 from prorl_hpc.inference.served import ServedEngine, ServedOptions
 from prorl_hpc.rollout.limits import TimeLimits
@@ -116,6 +116,34 @@ def test_a_successor_at_another_port_takes_over(run: Run) -> None:
             await until(lambda: engine.pool.servers == (f"http://127.0.0.1:{new.port}",))
             assert (await engine.generate((1,), sampling=SAMPLING)).token_ids == (2, 2)
             await new.kill()
+
+    bounded(check())
+
+
+def test_a_dead_servers_announcement_does_not_take_its_successor_at_the_same_port_along(
+    run: Run,
+) -> None:
+    async def check() -> None:
+        job = HttpJob(run, index=0, engine=EchoEngine(4))
+        async with node(run) as engine, jobs(job):
+            first = job.gateway.identity
+            await until(lambda: first in engine._joined)
+            job.index, job.gateway.identity = 1, "successor"  # another process at this port
+            job.announce()
+            await until(lambda: "successor" in engine._joined)
+            looks = 0
+            look = engine._board.look
+
+            def counted() -> list[Announcement]:
+                nonlocal looks
+                looks += 1
+                return look()
+
+            withdraw(run, index=0, identity=first)
+            engine._board.look = counted  # type: ignore[method-assign]
+            await until(lambda: looks >= 3)
+            assert engine.pool.servers == (f"http://127.0.0.1:{job.port}",)
+            assert (await engine.generate((1,), sampling=SAMPLING)).token_ids == (4, 4)
 
     bounded(check())
 

@@ -258,6 +258,28 @@ def test_answers_that_training_can_not_use_are_the_servers_failure(
         server._read(data, num_known=0)
 
 
+def test_a_request_that_took_too_long_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its connection is closed, which the server notices late."""
+    asked: list[tuple[str, object]] = []
+
+    async def post(path: str, body: dict[str, object], *, timeout_seconds: float) -> bytes:
+        asked.append((path, body["rid"]))
+        if path == "/generate":
+            raise ServerGone("no answer within 1 s")
+        return b""
+
+    async def check() -> None:
+        server = SglangServer("http://127.0.0.1:9", version=0)
+        monkeypatch.setattr(server._channel, "post", post)
+        with pytest.raises(ServerGone, match="no answer"):
+            await server.generate((1,), sampling=sampling(2))
+        await server.close()
+
+    run(check())
+    assert [path for path, _ in asked] == ["/generate", "/abort_request"]
+    assert asked[0][1] == asked[1][1]
+
+
 def test_the_command_line_keeps_what_log_probabilities_mean(tmp_path: Path) -> None:
     command = sglang_command(
         options("python", tmp_path), path=Path("/run/policy/v0"), address="http://127.0.0.1:81",

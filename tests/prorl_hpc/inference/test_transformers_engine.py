@@ -11,6 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from prorl_hpc.inference.engine import EngineError, Sampling  # noqa: E402
+from prorl_hpc.inference.http import RequestRefused  # noqa: E402
 from prorl_hpc.inference.transformers_engine import TransformersEngine  # noqa: E402
 from prorl_hpc.run import Run  # noqa: E402
 from tests.fakes.tiny_model import publish_tiny  # noqa: E402
@@ -271,10 +272,22 @@ def test_a_damaged_version_is_refused(tmp_path):
     with_engine(run, body)
 
 
+def test_whoever_loads_hears_of_a_step_that_failed_before_the_swap(run):
+    async def body(engine):
+        def broken(_):
+            raise RuntimeError("the device is lost")
+
+        engine._batch.leave = broken
+        with pytest.raises(EngineError, match="the device is lost"):
+            await engine.load(1, path=run.policy(1))
+
+    with_engine(run, body)
+
+
 @pytest.mark.parametrize("prompt", [(), (5, 10_000)])
 def test_requests_that_cannot_be_served(run, prompt):
     async def body(engine):
-        with pytest.raises(EngineError):
+        with pytest.raises(RequestRefused):  # by any other engine too
             await engine.generate(prompt, sampling=sampling())
 
     with_engine(run, body)

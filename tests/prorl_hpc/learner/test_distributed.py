@@ -2,15 +2,20 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 
+from hpc.allocation import Allocation, StopFlag
 from hpc.endpoints import reserve_port
 from prorl_hpc.choices import ReferencePlacement
 from prorl_hpc.learner import session
@@ -203,16 +208,34 @@ def _nobody_comes(monkeypatch: pytest.MonkeyPatch, *, ports: list[str]) -> None:
         join(timeout_seconds=60, stopping=lambda: True)
 
 
+def allocation_of(directory: Path, *, node_rank: int, hosts: tuple[str, ...]) -> Allocation:
+    return Allocation(
+        run_directory=directory, job="learner", role="learner", index=0, attempt=1, job_id="1",
+        deadline=None, grace_seconds=0, scratch=directory, node_rank=node_rank, hosts=hosts,
+    )  # fmt: skip
+
+
+def test_the_port_of_the_meeting_is_nobody_elses_until_rank_0_has_it(tmp_path: Path) -> None:
+    from prorl_hpc.learner.launch import _meeting_point
+
+    allocation = allocation_of(tmp_path, node_rank=0, hosts=("first",))
+    with ExitStack() as held:
+        host, port = _meeting_point(Run(tmp_path), allocation, held, stopping=lambda: False)
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("", port))
+        store = dist.TCPStore(
+            host, port, 1, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
+        )
+        store.set("here", "yes")
+        assert store.get("here") == b"yes"
+
+
 def test_a_launcher_that_is_to_stop_does_not_wait_for_the_first_node(tmp_path: Path) -> None:
-    from hpc.allocation import Allocation, StopFlag
     from prorl_hpc.learner.launch import launch
 
     recipe = short_recipe()
     recipe.learner.nodes = 2
-    allocation = Allocation(
-        run_directory=tmp_path, job="learner", role="learner", index=0, attempt=1, job_id="1",
-        deadline=None, grace_seconds=0, scratch=tmp_path, node_rank=1, hosts=("first", "second"),
-    )  # fmt: skip
+    allocation = allocation_of(tmp_path, node_rank=1, hosts=("first", "second"))
     flag = StopFlag()
     flag.stop("got SIGTERM")
     assert launch(Run(tmp_path), recipe, allocation=allocation, flag=flag) == 75

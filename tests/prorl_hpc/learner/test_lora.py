@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from prorl_hpc.choices import ReferencePlacement
 from prorl_hpc.learner import session
@@ -16,6 +17,7 @@ from prorl_hpc.learner.lora import LoraError
 from prorl_hpc.learner.model import PolicyModel, build_policy, gather_adapter, gather_weights
 from prorl_hpc.learner.objective import objective_config
 from prorl_hpc.learner.optimizer import build_optimizer
+from prorl_hpc.learner.space import full_disk
 from prorl_hpc.learner.step import Stepper
 from prorl_hpc.learner.weights import open_weights, save_weights
 from prorl_hpc.observe.metrics import read_metrics
@@ -27,6 +29,8 @@ from tests.fakes.learner_client import FakeClient
 from .conftest import VOCABULARY, make_run, save_model, tiny_recipe
 from .test_distributed import train_with
 from .test_step import batch, run
+
+pytest.importorskip("peft")
 
 LORA = LoraConfig(rank=4, alpha=8.0)
 
@@ -195,6 +199,23 @@ def test_only_the_named_targets(directory: Path, alone: Ranks) -> None:
     assert len(list(model.named_weights())) == 2 * 2 * 2
     with pytest.raises(LoraError, match=r"'c_attn' is no linear layer .* down_proj, gate_proj"):
         adapted(directory, alone, lora=LoraConfig(rank=2, targets=["c_attn"]))
+
+
+def test_a_full_disk_is_one_for_the_adapter_too(
+    directory: Path, alone: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who publishes waits for space only where it is told so by number."""
+    import safetensors.torch
+
+    def full(*_: object, **__: object) -> None:
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    adapter = gather_adapter(adapted(directory, alone), ranks=alone)
+    assert adapter is not None
+    monkeypatch.setattr(safetensors.torch, "save_file", full)
+    with pytest.raises(OSError, match="No space left") as caught:
+        adapter.write(tmp_path / "adapter", base=directory)
+    assert full_disk(caught.value) is not None
 
 
 def test_without_peft_the_remedy_is_named(

@@ -24,7 +24,8 @@ from prorl_hpc.learner.memory import (
 from prorl_hpc.learner.model import build_policy
 from prorl_hpc.recipe import LoraConfig, ModelConfig, Recipe, RecipeError, TaskConfig
 
-from .step_peak import measure
+from .live_bytes import LiveBytes
+from .step_peak import measure, ranks_of
 
 QWEN_7B = {
     "hidden_size": 3584,
@@ -143,6 +144,22 @@ def test_the_whole_is_within_15_percent_of_a_measured_peak(
     assert estimate(made, facts).total == pytest.approx(peak, rel=0.15)
 
 
+@pytest.mark.parametrize("lora", [0, 8])
+def test_no_rank_ever_holds_the_whole_model(tmp_path: Path, lora: int) -> None:
+    """Eight ranks of a node that each built a whole model of 32 billion would need 1 TiB."""
+    made = measured_recipe(tmp_path / "model", ranks=4, lora=lora)
+    facts = facts_for(made)
+    assert facts is not None
+    with ranks_of(4) as ranks, LiveBytes() as meter, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = build_policy(tmp_path / "model", made.model, ranks=ranks, chunk_tokens=64)
+    assert all(not tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
+    shard = facts.num_parameters // 4 * 4
+    whole_at_once = max(facts.layer_parameters, facts.outer_parameters) * 4
+    assert meter.peak < 1.1 * (shard + 2 * whole_at_once)
+    assert meter.peak < 0.8 * facts.num_parameters * 4
+
+
 def measured_recipe(
     directory: Path,
     *,
@@ -156,6 +173,8 @@ def measured_recipe(
     vocabulary: int = 1024,
 ) -> Recipe:
     """A model of four layers on disk, and a recipe that trains it at 512 tokens of context."""
+    if lora:
+        pytest.importorskip("peft")
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(

@@ -84,11 +84,17 @@ def test_micro_batches_change_nothing_but_rounding(make: MakeStepper) -> None:
 
 
 def test_the_first_step_after_a_reset_has_no_kl(make: MakeStepper, alone: Ranks) -> None:
+    """The row of the metrics says so too, whatever the later updates of the step add."""
     stepper = make(updates_per_step=2)
-    assert stepper.run(batch(), [s.reward for s in batch()], step=0).kl == 0.0
-    assert (stepper.run(batch(), [s.reward for s in batch()], step=1).kl or 0) > 0
+    rewards = [s.reward for s in batch()]
+    first = stepper.run(batch(), rewards, step=0)
+    assert first.kl == first.metrics["kl"] == 0.0 < first.metrics["kl_mean"]
+    later = stepper.run(batch(), rewards, step=1)
+    assert later.kl == later.metrics["kl"]
+    assert (later.kl or 0) > 0
     stepper.reference = Reference.of(stepper.model, index=1, step=2, ranks=alone)
-    assert stepper.run(batch(), [s.reward for s in batch()], step=2).kl == 0.0
+    again = stepper.run(batch(), rewards, step=2)
+    assert again.kl == again.metrics["kl"] == 0.0
 
 
 def test_ratio_is_one_for_a_single_update_and_moves_with_several(make: MakeStepper) -> None:

@@ -15,7 +15,7 @@ from prorl_hpc.learner.checkpoint import checkpoint_steps, read_state
 from prorl_hpc.learner.collect import NoBatch
 from prorl_hpc.learner.link import StopWanted, explain, open_line, patience
 from prorl_hpc.learner.train import TrainError
-from prorl_hpc.learner.validate import read_validations
+from prorl_hpc.learner.validate import ValidationLine, read_validations, run_validation
 from prorl_hpc.policy import latest_version, read_manifest
 from prorl_hpc.run import Run
 
@@ -143,6 +143,26 @@ def test_a_validation_that_does_not_come_back_has_no_score(tmp_path: Path) -> No
     assert "learner.batch_seconds=0.5" in lines[0].note
 
 
+def test_a_task_that_came_back_without_a_result_leaves_no_score(tmp_path: Path) -> None:
+    """The others' mean alone would look like a gain or a loss, and the reset controller acts."""
+    recipe = tiny_recipe()
+    recipe.tasks["hard"] = replace(recipe.tasks["letters"], validation_size=3)
+    fake = client()
+    line = run_validation(
+        recipe, source=fake, read=fake.read, step=1, version=1, stopping=lambda: False
+    )
+    assert isinstance(line, ValidationLine)
+    assert line.score is None
+    assert set(line.tasks) == {"letters"}
+    assert "no score: none of hard came back" in line.note
+    del recipe.tasks["hard"]
+    line = run_validation(
+        recipe, source=fake, read=fake.read, step=1, version=1, stopping=lambda: False
+    )
+    assert isinstance(line, ValidationLine)
+    assert line.score is not None
+
+
 @pytest.mark.parametrize(
     ("problem", "code"),
     [
@@ -150,7 +170,7 @@ def test_a_validation_that_does_not_come_back_has_no_score(tmp_path: Path) -> No
         (NoBatch("nobody"), EXIT_CONTINUE),
         (BufferGone("gone"), EXIT_CONTINUE),
         (OSError(28, "No space left"), EXIT_CONTINUE),
-        (Fenced("older"), 1),
+        (Fenced("older"), EXIT_CONTINUE),
         (TrainError("stuck"), 1),
     ],
 )

@@ -8,6 +8,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.prorl_hpc.proxy.helpers import CHAT, episode, until, user
@@ -43,6 +44,7 @@ async def talk(e, data, *, all_of_it=True):
         (post(body=b'{"messages": [{"role": "user", "content": "\xff"}]}'), 400),
         (post(body=b'{"messages": [{"role": "user", "content": "\\ud800"}]}'), 400),
         (post(body=DEEP), 400),
+        (post(**{"content-length": "9" * 5000}), 400),
         (post(body=b""), 400),
         (post("/etc/passwd"), 404),
         (post("/v1/chat/completions/../../x"), 404),
@@ -57,8 +59,8 @@ async def talk(e, data, *, all_of_it=True):
             413,
         ),
     ],
-    ids=["json", "utf8", "surrogate", "deep", "empty", "path", "dots", "method", "root", "tls",
-         "header", "body", "chunked"],
+    ids=["json", "utf8", "surrogate", "deep", "digits", "empty", "path", "dots", "method", "root",
+         "tls", "header", "body", "chunked"],
 )  # fmt: skip
 def test_bad_requests_are_answered_and_the_next_is_served(tmp_path, data, status):
     bound = 4096 if status == 413 else 1 << 20
@@ -73,6 +75,37 @@ def test_bad_requests_are_answered_and_the_next_is_served(tmp_path, data, status
             await until(lambda: e.server.num_connections == 0, what="no connection is left")
 
     asyncio.run(work())
+
+
+def test_what_can_be_read_and_not_written_again_is_no_defect(tmp_path, caplog):
+    """Arguments just as deep as JSON may be: the conversation around them makes them deeper."""
+
+    def nested(depth):
+        arguments = "[" * depth + "]" * depth
+        call = {"function": {"name": "bash", "arguments": arguments}}
+        return json.dumps({"messages": [user("a"), {"role": "assistant", "tool_calls": [call]}]})
+
+    def readable(depth):
+        try:
+            msgspec.json.decode("[" * depth + "]" * depth)
+        except RecursionError:
+            return False
+        return True
+
+    low, high = 1, 200_000
+    while low < high:  # the deepest that can be read
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if readable(middle) else (low, middle - 1)
+
+    async def work():
+        answers = ["fine"] * 200
+        async with episode(tmp_path, *answers, context_tokens=500_000, max_turns=500) as e:
+            depths = range(max(low - 80, 1), low + 80)
+            statuses = [(await talk(e, post(body=nested(d).encode())))[0] for d in depths]
+            assert set(statuses) == {200, 400}
+
+    asyncio.run(work())
+    assert "failed" not in caplog.text
 
 
 @pytest.mark.parametrize("stream", [True, False])

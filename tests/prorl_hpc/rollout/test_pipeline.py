@@ -8,7 +8,7 @@ import pytest
 from prorl_hpc.choices import AgentKind
 from prorl_hpc.inference.engine import EngineError
 from prorl_hpc.inference.scripted import ScriptedEngine
-from prorl_hpc.records import Kind, Outcome
+from prorl_hpc.records import Kind, Outcome, Score
 from prorl_hpc.rollout.scoring import VerifierTimeout
 from prorl_hpc.run import Run
 from prorl_hpc.tasks.base import TaskError, VerifierError
@@ -110,6 +110,16 @@ def test_a_verifier_that_fails_and_one_that_hangs(tmp_path):
     hung = produce(tmp_path, scorer=LocalScorer(task, before=raising(VerifierTimeout("5 s"))))
     assert (hung.reward, hung.outcome) == (0.0, Outcome.invalid)
     assert hung.components == {"verifier_timeout": 1.0}
+
+
+def test_a_score_that_is_no_number_costs_the_attempt_and_not_the_node(tmp_path):
+    class Odd(EchoTask):
+        def score(self, instance, response):
+            return Score(reward=1.0, components={"share": float("nan")})
+
+    done = produce(tmp_path, scorer=LocalScorer(Odd()))
+    assert done.outcome is Outcome.infrastructure_failure
+    assert "component share=nan" in done.detail
 
 
 def test_an_instance_that_cannot_be_made(tmp_path):

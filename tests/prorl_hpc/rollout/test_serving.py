@@ -13,11 +13,14 @@ from hpc.errors import EndpointTimeout
 from prorl_hpc.environment.base import EndReason, EnvironmentEnded
 from prorl_hpc.inference.announce import TokenError, make_token
 from prorl_hpc.inference.engine import EngineError, Sampling
+from prorl_hpc.inference.http_pool import HttpPool
+from prorl_hpc.inference.prorl_server import ProrlServer
 from prorl_hpc.policy import publish_policy
 from prorl_hpc.records import Outcome
-from prorl_hpc.rollout.serving import open_served
+from prorl_hpc.rollout.serving import open_own, open_served
+from prorl_hpc.rollout.versions import Versions
 from prorl_hpc.run import Run
-from tests.prorl_hpc.inference.serving_helpers import EchoEngine, HttpJob, bounded, jobs
+from tests.prorl_hpc.inference.serving_helpers import EchoEngine, HttpJob, bounded, jobs, until
 from tests.prorl_hpc.rollout.helpers import make_lease, make_pipeline, make_recipe
 
 
@@ -76,6 +79,27 @@ def test_a_rollout_over_weights_that_were_lost_is_sampled_again(run: Run) -> Non
             with pytest.raises(EngineError, match="published again with other weights"):
                 async with serving.versions.held(1):
                     publish(run, 1, b'{"other": 1}')
+
+    bounded(check())
+
+
+def test_limits_stand_still_while_none_of_the_nodes_own_servers_is_up(run: Run) -> None:
+    async def check() -> None:
+        pool = HttpPool(version=0)
+        server = ProrlServer("http://127.0.0.1:9", version=0)
+        engine = EchoEngine()
+        engine.pool = pool  # type: ignore[attr-defined]
+        async with AsyncExitStack() as stack:
+            serving = open_own(stack, engine, Versions(engine, run=run))
+            await until(lambda: serving.limits.paused)
+            await pool.join(server)
+            await until(lambda: not serving.limits.paused)
+            await pool.leave(server.address)
+            await until(lambda: serving.limits.paused)
+        assert not serving.limits.paused
+        await pool.close()
+        async with AsyncExitStack() as stack:  # an engine in this process can't be away
+            assert not open_own(stack, EchoEngine(), Versions(engine, run=run)).limits.paused
 
     bounded(check())
 

@@ -141,6 +141,37 @@ def test_a_revoked_lease_is_dropped(tmp_path):
     assert client.stored == {}
 
 
+def test_heartbeats_go_on_while_a_revoked_rollout_closes_what_it_has_open(tmp_path):
+    class SlowToLeave(ScriptedEngine):
+        async def generate(self, prompt_ids, *, sampling, affinity=""):
+            client.revoked = (1,)
+            try:
+                await asyncio.Event().wait()
+            finally:
+                leaving.append(affinity)
+                await closed.wait()
+
+    client = MemoryBuffer([make_lease()])
+    leaving, closed = [], asyncio.Event()
+
+    async def main():
+        worker = make_worker(tmp_path, client, engine=SlowToLeave(make_tokenizer(), []))
+        task = asyncio.create_task(worker.run())
+        while len(leaving) < 4:
+            await asyncio.sleep(0.01)
+        before = len(client.heartbeats)
+        while len(client.heartbeats) < before + 3:
+            await asyncio.sleep(0.01)
+        assert worker.in_flight == 4  # they still take the node's places
+        closed.set()
+        while worker.in_flight:
+            await asyncio.sleep(0.01)
+        client.phase = "finished"
+        return await task
+
+    assert asyncio.run(asyncio.wait_for(main(), DEADLINE_SECONDS)).finished
+
+
 @pytest.mark.parametrize("result", ["late", "duplicate", "retry"])
 def test_whatever_the_buffer_says_the_copy_is_forgotten(tmp_path, result):
     client = MemoryBuffer([make_lease()], finish_after=4)

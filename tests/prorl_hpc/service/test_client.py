@@ -6,6 +6,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from prorl_hpc.service import client as face
@@ -46,6 +47,21 @@ def test_every_call(directory: Path) -> None:
             await asyncio.to_thread(calls, service.url, directory)
 
     run(check())
+
+
+def test_loading_a_policy_is_asked_once_however_long_it_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patience: list[float] = []
+
+    def request(method: str, path: str, **more: Any) -> httpx.Response:
+        patience.append(more["timeout"].read)
+        return httpx.Response(200, json={"version": 4})
+
+    with RolloutClient("http://127.0.0.1:9") as client:
+        monkeypatch.setattr(client._http, "request", request)
+        assert client.load_policy(4, path=tmp_path) == 4
+    assert patience == [face.LOAD_SECONDS]
 
 
 def calls(url: str, directory: Path) -> None:

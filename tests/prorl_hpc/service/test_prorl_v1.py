@@ -159,6 +159,10 @@ def test_llm_servers_are_added_and_cleared(directory: Path) -> None:
             await service.client.post("/start")
             answer = await service.client.post("/add_llm_server", json={"address": address})
             assert answer.json()["llm_servers"] == [address]
+            first = pool._servers[address]
+            again = await service.client.post("/add_llm_server", json={"address": f"{address}/"})
+            assert again.json()["llm_servers"] == [address]
+            assert pool._servers[address] is first  # its connections aren't leaked
             answer = await service.client.post("/process", json={"instance": INSTANCE})
             assert answer.json()["reward"] == 1.0
             assert answer.json()["messages"][0]["logprobs"] == [-0.25, -0.25]

@@ -101,6 +101,7 @@ def test_a_unix_socket_is_private_and_needs_no_token(tmp_path: Path) -> None:
     ("arguments", "words"),
     [
         ((), "no model to serve"),
+        (("inference.placement=own_jobs", "--policy", "POLICY"), "placement=own_jobs: a service"),
         (("--policy", "/nowhere"), "no model to serve: /nowhere"),
         (("--port", "70000", "--policy", "POLICY"), "--port 70000"),
         (("--policy", "POLICY"), "tokenizer of model.path="),

@@ -1,5 +1,6 @@
 """`prorl-hpc serve` as a job: its script, its start on a site, and what survives a restart."""
 
+import asyncio
 import json
 import os
 import signal
@@ -13,8 +14,10 @@ import pytest
 from hpc.errors import UserError
 from prorl_hpc.cli.main import main
 from prorl_hpc.run import Run
+from prorl_hpc.service import serve
 from prorl_hpc.service.client import RolloutClient
 from prorl_hpc.service.job import Where, read_where, write_where
+from prorl_hpc.service.store import JobStore
 from tests.fakes.tiny_model import publish_tiny
 from tests.prorl_hpc.cli.support import recipe_directory
 
@@ -122,3 +125,30 @@ def test_a_submitted_service_serves_and_starts_again_where_it_was(
     while Path(f"/proc/{pid}").exists():
         assert time.monotonic() < until
         time.sleep(0.1)
+
+
+def test_a_full_disk_does_not_end_the_record_of_progress(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class FullAtFirst:
+        def __init__(self) -> None:
+            self.told: list[float] = []
+
+        def record_progress(self, value: float) -> None:
+            self.told.append(value)
+            if len(self.told) == 1:
+                raise OSError(28, "No space left on device")
+
+    async def check() -> list[float]:
+        allocation, store = FullAtFirst(), JobStore(tmp_path / "jobs.sqlite")
+        store.add("a", request="{}", idempotency_key=None)
+        task = asyncio.create_task(serve._record_progress(allocation, store))  # type: ignore[arg-type]
+        while len(allocation.told) < 2 and not task.done():
+            await asyncio.sleep(0.01)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        store.close()
+        return allocation.told
+
+    monkeypatch.setattr(serve, "PROGRESS_SECONDS", 0.01)
+    assert asyncio.run(asyncio.wait_for(check(), BOUND_SECONDS))[:2] == [1.0, 1.0]

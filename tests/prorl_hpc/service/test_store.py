@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from prorl_hpc.records import Kind, Trajectory
+from prorl_hpc.service import store
 from prorl_hpc.service.schema import JobResult, JobState, Sample, encode_result
 from prorl_hpc.service.store import FORMAT, JobStore, StoreError
 from tests.prorl_hpc.service.conftest import run, serving, until
@@ -127,3 +128,19 @@ def test_a_result_is_written_as_the_schema_reads_it() -> None:
     assert (sample.tokens, sample.loss_mask, sample.versions) == ([1, 2], [0, 1], [-1, 4])
     assert np.float32(sample.logprobs[1]) == np.float32(-0.1)  # float32 survives as it was
     assert (result.instance_id, sample.reward, sample.outcome) == ("i", 0.5, "scored")
+
+
+def test_a_kill_while_an_older_file_is_taken_over_leaves_it_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "jobs.sqlite"
+    old = sqlite3.connect(path)
+    old.executescript(OLD)
+    old.close()
+    with monkeypatch.context() as patched:
+        patched.setattr(store, "_FROM_1", (*store._FROM_1[:2], "ALTER TABLE nothing ADD COLUMN x"))
+        with pytest.raises(StoreError, match="can't be opened"):
+            JobStore(path)
+    again = JobStore(path)
+    assert [job.num_usable for job in again.unfinished()] == [0]
+    again.close()

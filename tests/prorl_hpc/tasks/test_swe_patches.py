@@ -33,7 +33,8 @@ def added(path: str, mode: str = "100644") -> bytes:
         "pytest/__init__.py", "_pytest/runner.py", "pluggy.py", "unittest/__init__.py",
         "pkg/__pycache__/m.cpython-311.pyc", "checks/test_a.py", "one_test_file.py",
         "lib/site-packages/pkg.py", "tests/test_x.py", "test_x.py", "pkg/x_test.py",
-        ".gitattributes", "venv/lib/x.py",
+        ".gitattributes", "venv/lib/x.py", "hmac.py", "json/__init__.py", "src/hmac.py",
+        "hmac.cpython-311-x86_64-linux-gnu.so", "pytest.abi3.so",
     ],
 )  # fmt: skip
 def test_what_could_fool_the_score_is_left_out(path: str) -> None:
@@ -52,6 +53,20 @@ def test_what_could_fool_the_score_is_left_out(path: str) -> None:
 )  # fmt: skip
 def test_where_sources_are_known_only_they_count(path: str, counts: bool) -> None:
     assert bool(filter_patch(added(path), INSIDE).kept) == counts
+
+
+def test_a_module_that_has_a_standard_name_already_may_be_mended() -> None:
+    changed = b"""\
+diff --git a/dataclasses.py b/dataclasses.py
+index 1111111..2222222 100644
+--- a/dataclasses.py
++++ b/dataclasses.py
+@@ -1 +1 @@
+-x = 1
++x = 2
+"""
+    whole = changed + added("pkg/json.py") + added("code/x.py")
+    assert filter_patch(whole, ANYWHERE).left_out == ()
 
 
 def test_links_and_submodules_do_not_count() -> None:

@@ -14,7 +14,7 @@ from prorl_hpc.recipe import TaskConfig
 from prorl_hpc.records import Kind
 from prorl_hpc.tasks.base import TaskError, VerifierError
 from prorl_hpc.tasks.nemo_gym.responses import output_items, response_object
-from prorl_hpc.tasks.nemo_gym.rows import tools_of
+from prorl_hpc.tasks.nemo_gym.rows import row_of, tools_of
 from prorl_hpc.tasks.nemo_gym.server import Verified
 from prorl_hpc.tasks.nemo_gym.task import make_nemo_gym, score_of
 
@@ -85,6 +85,12 @@ def test_the_prompt_is_the_rows(tmp_path: Path) -> None:
                 {"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}},
             "'input_image' isn't supported",
         ),
+        ({"responses_create_params": {"input": ["hello"]}}, "input item 'hello' isn't a message"),
+        (
+            {"responses_create_params": {"input": [{"role": "user", "content": ["hello"]}]}},
+            "input of type 'hello' isn't supported",
+        ),
+        ({"responses_create_params": {"input": "x", "tools": ["f"]}}, "tool 'f' isn't an object"),
     ],
 )  # fmt: skip
 def test_rows_that_can_not_be_run_are_named(tmp_path: Path, wrong: Any, words: str) -> None:
@@ -133,6 +139,12 @@ def test_tools_in_the_form_of_chat_templates() -> None:
         tools_of({"responses_create_params": {"tools": [{"type": "web_search"}]}})
 
 
+@pytest.mark.parametrize("answer", ["x", {}, {"responses_create_params": "x"}, None])
+def test_an_instance_that_is_no_row_is_refused(answer: Any) -> None:
+    with pytest.raises(ValueError, match="must be the Gym row"):
+        row_of(answer)
+
+
 def test_turns_are_runs_of_sampled_tokens() -> None:
     turns = turns_of(
         [5, 6, 7, 8, 9], loss_mask=[0, 1, 1, 0, 1], logprobs=[0.0, -0.1, -0.2, 0.0, -0.3]
@@ -176,6 +188,7 @@ def test_calls_that_can_not_be_read_stay_text() -> None:
     assert read_step(f"first {good}") == Step(text="first", calls=(Call(name="f"),))
     bad = "<tool_call>{not json}</tool_call>"
     assert read_step(bad) == Step(text=bad)
+    assert read_step(f"{good} {bad}") == Step(text=bad, calls=(Call(name="f"),))
     long = shortened("x" * (MAX_OBSERVATION_CHARACTERS + 5))
     assert "5 characters left out" in long
 
