@@ -4,7 +4,9 @@ Solutions are this project's own scripts, run here in directories of their own; 
 real sandboxes in test_cli_sandbox.py.
 """
 
+import json
 import os
+import re
 import subprocess
 from collections import Counter
 from pathlib import Path
@@ -15,11 +17,12 @@ from prorl_hpc.choices import AgentKind, EnvironmentKind
 from prorl_hpc.recipe import TaskConfig
 from prorl_hpc.records import Kind
 from prorl_hpc.tasks.base import TaskError
-from prorl_hpc.tasks.cli.checks import judge
+from prorl_hpc.tasks.cli.checks import Check, judge
 from prorl_hpc.tasks.cli.made import FAMILIES, make_problem
 from prorl_hpc.tasks.cli.problem import WORK, CliProblem, decode_row
 from prorl_hpc.tasks.cli.source import MadeUp, read_source
 from prorl_hpc.tasks.cli.state import Entry, EntryKind
+from prorl_hpc.tasks.tools.rows import decode_row as decode_calls
 
 NAMES = tuple(FAMILIES)
 
@@ -191,3 +194,16 @@ def test_the_prompt_says_what_counts(agent: AgentKind) -> None:
     assert ("one ```bash block" in text) is (agent is AgentKind.single_turn)
     assert task.solution_for(instance.messages) == instance.answer.solution
     assert (task.demonstration(instance) is None) is (agent is not AgentKind.single_turn)
+
+
+def test_the_lines_that_the_guide_shows_can_be_read() -> None:
+    guide = (Path(__file__).parents[3] / "docs/tasks.md").read_text()
+    blocks = [json.loads(block) for block in re.findall(r"```json\n(.*?)```", guide, re.DOTALL)]
+    shell, functions = blocks
+    assert decode_row(shell).verify.keys() == {"sorted", "as expected"}
+    assert len(decode_calls(functions, system_prompt=None).answer.calls) == 2
+    named = set(re.findall(r"`([a-z_]+)`", guide.partition("### cli")[2].partition("Lines of")[0]))
+    assert named >= set(NAMES)
+    kinds = {config.__struct_config__.tag for config in Check.__args__}
+    words = guide.partition("Checks: ")[2].partition("\n\n")[0]
+    assert set(re.findall(r"`([a-z0-9_]+)`", words)) >= kinds

@@ -25,31 +25,12 @@ from prorl_hpc.tasks.cli.made import FAMILIES
 from prorl_hpc.tasks.cli.task import UNREADABLE, CliTask, make_cli
 from tests.prorl_hpc.agents.templates import byte_tokenizer
 from tests.prorl_hpc.rollout.helpers import LocalScorer, make_lease, make_recipe
+from tests.prorl_hpc.tasks.cli_problems import OTHER, ROW, SECRET, all_families
 from tests.prorl_hpc.tasks.swe_bug import need_bubblewrap
 
 pytestmark = pytest.mark.process
 
 SECONDS = 120.0
-
-SECRET = "expected-" + "7f" * 20
-"""In the verifier's files alone."""
-
-ROW = {
-    "id": "double", "instruction": "Write {twice} every line of a.txt to b.txt, with ./run.sh.",
-    "files": {"a.txt": "x\ny\n", "run.sh": {"text": "cat a.txt a.txt | sort\n", "mode": "755"}},
-    "setup": "mkdir -p deep/er && echo made > deep/er/by-setup",
-    "checks": [
-        {"check": "text", "path": "a.txt", "text": "x\ny", "guard": True},
-        {"check": "exists", "path": "deep/er/by-setup", "guard": True},
-    ],
-    "verify": {
-        "same": f"grep -q {SECRET} $VERIFY/note && cd $VERIFY && diff $OLDPWD/b.txt b.txt",
-        "parsed": "python3 -c 'import json, sys; sys.exit(not open(\"b.txt\").read())'",
-    },
-    "verify_files": {"b.txt": "x\nx\ny\ny\n", "note": SECRET},
-    "solution": "./run.sh > b.txt",
-}  # fmt: skip
-OTHER = ROW | {"id": "other", "instruction": "Another one."}
 
 
 def task_of(tmp_path: Path, rows: Sequence[dict[str, Any]] = (), **fields: Any) -> CliTask:
@@ -123,13 +104,13 @@ def own(task: CliTask) -> Any:
 def test_each_family_is_solved_by_its_solution_and_not_by_nothing(
     bench: Bench, tmp_path: Path
 ) -> None:
-    task = task_of(tmp_path, options={"level": 3})
-    instances = [task.instance(index, kind=Kind.train) for index in range(len(FAMILIES))]
+    task = all_families(EnvironmentKind.bubblewrap)
+    instances = [task.instance(index, kind=Kind.train) for index in range(task.size(Kind.train))]
     found = bench.attempts(task, [(one, commands(one.answer.solution)) for one in instances])
     assert [score.reward for _, score in found] == [1.0] * len(instances)
     assert found[0][1].components == {"fraction": 1.0, "done": 1.0, "guarded": 1.0}
-    for _, score in bench.attempts(task, [(one, commands()) for one in instances[:3]]):
-        assert score == Score(reward=0.0, components={"fraction": 0.0, "done": 0.0, "guarded": 1.0})
+    _, nothing = bench.attempt(task, instances[0], commands())
+    assert nothing == Score(reward=0.0, components={"fraction": 0.0, "done": 0.0, "guarded": 1.0})
 
 
 def test_scripts_decide_over_the_agents_files(bench: Bench, tmp_path: Path) -> None:
