@@ -12,6 +12,7 @@ then; links that lead out of the kept directories aren't laid out beside them. K
 import asyncio
 import secrets
 import shlex
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -42,6 +43,9 @@ LIMITS = Limits(
     memory_bytes=2 << 30, num_processes=256, disk_bytes=1 << 30, transfer_bytes=32 << 20
 )
 STEP_SECONDS = 120.0
+EVAL_SHARE = 0.8
+"""Of the scoring time: scripts that weren't run by then don't hold."""
+
 UNREADABLE = b"\0unreadable\n"
 """Stands for directories that the agent left without a way to read them."""
 
@@ -69,6 +73,8 @@ class Settings:
     """The answer is a script, and the only one: the agent has no shell."""
     all_or_nothing: bool
     """Reward 1 only when everything is right; else the fraction."""
+    budget_seconds: float
+    """Of all scripts of a problem, and of the one that is an answer."""
     system_prompt: str | None
 
 
@@ -167,17 +173,21 @@ class CliTask:
             return refused("unreadable")
         verdict = await asyncio.to_thread(judge, problem.checks, state, directory=problem.workdir)
         num_held, num_goals = verdict.num_held, verdict.num_goals + len(problem.verify)
+        late = False
         if verdict.guarded and problem.verify:
             files = await asyncio.to_thread(pack, confined(state, problem.kept))
-            num_held += await self._verify(instance, files, make_environment)
-        return self._graded(num_held, num_goals, guarded=verdict.guarded)
+            more, late = await self._verify(instance, files, make_environment)
+            num_held += more
+        return self._graded(num_held, num_goals, guarded=verdict.guarded, late=late)
 
-    def _graded(self, num_held: int, num_goals: int, *, guarded: bool) -> Score:
+    def _graded(self, num_held: int, num_goals: int, *, guarded: bool, late: bool) -> Score:
         fraction = num_held / num_goals if guarded else 0.0
         done = float(guarded and num_held == num_goals)
+        components = {"fraction": fraction, "done": done, "guarded": float(guarded)}
+        if late:
+            components["out_of_time"] = 1.0
         return Score(
-            reward=done if self.settings.all_or_nothing else fraction,
-            components={"fraction": fraction, "done": done, "guarded": float(guarded)},
+            reward=done if self.settings.all_or_nothing else fraction, components=components
         )
 
     async def _run_once(
@@ -188,20 +198,24 @@ class CliTask:
         async with make_environment(self.environment_spec(instance)) as environment:
             await self.setup(instance, environment)
             try:
-                await environment.run(script, problem.timeout_seconds)
+                most = min(problem.timeout_seconds, self.settings.budget_seconds)
+                await environment.run(script, most)
                 return await self.result(instance, environment)
             except EnvironmentEnded:
                 return UNREADABLE
 
     async def _verify(
         self, instance: Instance, files: bytes, make_environment: MakeEnvironment
-    ) -> int:
-        """How many scripts end with 0, over the agent's files in a fresh sandbox."""
+    ) -> tuple[int, bool]:
+        """How many scripts end with 0, over the agent's files in a fresh sandbox.
+
+        And whether the time was up before all had ended.
+        """
         problem: CliProblem = instance.answer
         spec = self.environment_spec(instance)
         # a json.py that the agent left in the working directory isn't the verifier's
         spec = replace(spec, variables={**spec.variables, "PYTHONSAFEPATH": "1"})
-        num_held = 0
+        num_held, late = 0, False
         async with make_environment(spec) as environment:
             await self.setup(instance, environment)
             try:
@@ -213,14 +227,19 @@ class CliTask:
                 try:
                     await unpack(environment, files)
                 except SandboxStartError:
-                    return 0  # names that no file system takes: the agent's doing
-                for number in range(len(problem.verify)):
-                    num_held += await _holds(environment, problem, number)
+                    return 0, False  # names that no file system takes: the agent's doing
+                end = time.monotonic() + self.settings.budget_seconds
+                for script in problem.verify.values():
+                    left = min(end - time.monotonic(), problem.timeout_seconds)
+                    late = late or left <= 0
+                    if late:
+                        break
+                    num_held += await _holds(environment, problem, script, seconds=left)
             except EnvironmentEnded:
                 pass  # what the agent left there ended it: what has held counts
             except TransferError as err:
                 raise VerifierError(f"the scoring sandbox takes no files: {err}") from err
-        return num_held
+        return num_held, late
 
 
 def refused(reason: str) -> Score:
@@ -269,9 +288,10 @@ async def _run_setup(environment: Environment, problem: CliProblem, *, name: str
         raise SandboxStartError(f"{name}: setup failed: {done.text.strip()[-300:]}")
 
 
-async def _holds(environment: Environment, problem: CliProblem, number: int) -> bool:
+async def _holds(
+    environment: Environment, problem: CliProblem, script: str, *, seconds: float
+) -> bool:
     """One script, from a directory that nobody could know before."""
-    script = list(problem.verify.values())[number]
     hidden = f"/tmp/.prorl-verify-{secrets.token_hex(8)}"  # noqa: S108 - inside the sandbox
     for path, entry in lay_out(problem.verify_files, hidden).items():
         if entry.kind is EntryKind.file:
@@ -281,7 +301,7 @@ async def _holds(environment: Environment, problem: CliProblem, number: int) -> 
         f"cd {shlex.quote(problem.workdir)} && VERIFY={hidden} bash {hidden}/verify.sh </dev/null; "
         f"__code=$?; rm -rf {hidden}; (exit $__code)"
     )
-    done = await environment.run(command, problem.timeout_seconds)
+    done = await environment.run(command, seconds)
     return done.exit_code == 0 and not done.timed_out and not done.shell_restarted
 
 
@@ -296,6 +316,7 @@ def make_cli(name: str, config: TaskConfig, seed: int) -> CliTask:
         sandboxes=read_sandboxes(name, config, default_image="code", limits=LIMITS),
         one_shot=config.agent is AgentKind.single_turn and not options.get("replay"),
         all_or_nothing=reward == "all",
+        budget_seconds=config.score_timeout_seconds * EVAL_SHARE,
         system_prompt=config.system_prompt,
     )
     return CliTask(name, settings, read_source(name, config, seed))

@@ -195,6 +195,17 @@ def test_nothing_hidden_is_in_the_agents_sandbox(bench: Bench, tmp_path: Path) -
     assert ".prorl" not in said[2]
 
 
+def test_scripts_that_never_end_cost_the_agent_and_not_the_infrastructure(
+    bench: Bench, tmp_path: Path
+) -> None:
+    endless = ROW | {"verify": {str(n): "sh b.txt" for n in range(40)} | {"last": "true"}}
+    fields = {"score_timeout_seconds": 5.0, "options": {"reward": "fraction"}}
+    task = task_of(tmp_path, [endless, OTHER], **fields)
+    _, score = bench.attempt(task, own(task), commands("echo 'sleep 3600' > b.txt"))
+    assert (score.reward, score.outcome) == (0.0, Outcome.scored)
+    assert score.components["out_of_time"] == 1.0
+
+
 def test_a_setup_that_fails_is_nobodys_reward(bench: Bench, tmp_path: Path) -> None:
     broken = ROW | {"setup": "echo no such thing; exit 3"}
     task = task_of(tmp_path, [broken, OTHER])
