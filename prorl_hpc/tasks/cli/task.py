@@ -150,7 +150,8 @@ class CliTask:
     async def result(self, instance: Instance, environment: Environment) -> bytes:
         """An archive of the kept directories; a mark where none can be made."""
         problem: CliProblem = instance.answer
-        return await snapshot(environment, problem.kept)
+        most = self.settings.sandboxes.limits.transfer_bytes
+        return await snapshot(environment, problem.kept, limit_bytes=most)
 
     # --- scoring -------------------------------------------------------------------------------
 
@@ -254,15 +255,18 @@ async def unpack(environment: Environment, files: bytes) -> None:
     await _step(environment, f"tar -C / --no-same-owner -xpf {path} && rm -f {path}")
 
 
-async def snapshot(environment: Environment, roots: Sequence[str]) -> bytes:
-    """An archive of what lies below `roots`; whatever the agent did to its shell or its tools."""
+async def snapshot(environment: Environment, roots: Sequence[str], *, limit_bytes: int) -> bytes:
+    """An archive of what lies below `roots`, whatever the agent did to its shell or its tools.
+
+    UNREADABLE where there is more of it; no more than that is ever written.
+    """
     path = f"/tmp/.prorl-files-{secrets.token_hex(8)}"  # noqa: S108 - inside the sandbox
     names = " ".join(shlex.quote(root.lstrip("/")) for root in roots)
     script = (
-        f"(set +eux; set +f; PATH={SEARCH_PATH}; unset -f command tar cd; unset TAR_OPTIONS; "
+        f"(set +eux; set +f; PATH={SEARCH_PATH}; unset -f command tar head cd; unset TAR_OPTIONS; "
         f'builtin cd /; set --; for one in {names}; do [ -d "$one" ] && set -- "$@" "./$one"; '
-        f"done; umask 077; command tar --format=gnu --hard-dereference -cf {path} -T /dev/null "
-        '"$@"; [ "$?" -le 1 ])'
+        "done; umask 077; command tar --format=gnu --hard-dereference -cf - -T /dev/null "
+        f'"$@" | command head -c {limit_bytes + 1} >{path}; [ "${{PIPESTATUS[0]}}" -le 1 ])'
     )
     try:
         done = await environment.run(script, STEP_SECONDS)

@@ -38,6 +38,13 @@ class Listed(msgspec.Struct, frozen=True, kw_only=True, tag="listed"):
 
 def decode_row(row: Mapping[str, Any], *, system_prompt: str | None) -> Problem:
     """Raises KeyError, ValueError or TypeError for a bad line."""
+    try:
+        return _decoded(row, system_prompt=system_prompt)
+    except AttributeError as err:  # a number where an object is needed, somewhere within
+        raise ValueError(f"something in the line has another form: {err}") from err
+
+
+def _decoded(row: Mapping[str, Any], *, system_prompt: str | None) -> Problem:
     given = row["tools"] if "tools" in row else row["function"]
     tools = [tool_schema(tool) for tool in (given if isinstance(given, list) else [given])]
     names = [tool["function"]["name"] for tool in tools]

@@ -8,8 +8,6 @@ Needs no sandbox and no server: sessions are objects of this process. Knows no e
 
 from collections.abc import Sequence
 
-import msgspec
-
 from prorl_hpc.agents.replay import Policy
 from prorl_hpc.choices import AgentKind, EnvironmentKind
 from prorl_hpc.recipe import TaskConfig
@@ -86,16 +84,22 @@ class ToolsTask:
 
 
 def read_answer(answer: JSON) -> Made | Listed:
-    """An instance's own data, also as a client posted it. Raises ValueError.
+    """An instance's own data; of one that a client posted, a line of a data set but its prompt.
 
-    Worlds are made here alone: a posted state could hold anything.
+    Worlds are made here alone: a posted state could hold anything. Raises ValueError.
     """
     if isinstance(answer, Made | Listed):
         return answer
+    if not isinstance(answer, dict):
+        raise ValueError("answer must be an object with tools and calls")
     try:
-        return msgspec.convert(answer, Listed)
-    except msgspec.ValidationError as err:
-        raise ValueError(f"answer isn't a list of expected calls: {err}") from err
+        row = {**answer, "prompt": "posted"}
+        listed: Listed = decode_row(row, system_prompt=None).answer
+    except KeyError as err:
+        raise ValueError(f"answer has no field {err}; it needs tools and calls") from err
+    except TypeError as err:
+        raise ValueError(f"answer: {err}") from err
+    return listed
 
 
 def make_tools(name: str, config: TaskConfig, seed: int) -> ToolsTask:

@@ -177,6 +177,11 @@ def test_the_known_calls_are_right_as_they_are_spelled(row: dict[str, Any]) -> N
         ({"prompt": [[{"role": "user", "content": "a"}], []]}, "several turns"),
         ({"calls": [{"name": "wether", "arguments": {}}]}, "'wether' is none of the tools"),
         ({"calls": [{"name": "weather", "optional": ["unit"]}]}, "has no value"),
+        ({"calls": [3]}, "another form"),
+        (
+            {"tools": [WEATHER | {"parameters": {"type": "object", "properties": 3}}]},
+            "another form",
+        ),
         ({"calls": [{"name": "weather", "allowed": {"unit": "C"}}]}, "give a list"),
         (
             {"calls": [{"name": "weather", "arguments": {"a": 1}, "allowed": {"a": [1]}}]},
@@ -197,8 +202,6 @@ def test_a_file_is_split_and_its_lines_are_named(tmp_path: Path) -> None:
     assert (task.size(Kind.train), task.size(Kind.validation)) == (4, 2)
     instance = task.instance(1, kind=Kind.train)
     task.check_instance(instance)
-    with pytest.raises(ValueError, match="isn't a list of expected calls"):
-        read_answer({"world": "bank"})
     path.write_text("{}\n")
     with pytest.raises(TaskError, match="line 1 has no field 'function'"):
         make_tools("t", config, 0)
@@ -231,3 +234,12 @@ def test_what_is_thought_is_not_said() -> None:
     assert said("a</think>b") == "b"
     assert said("<think>a") == ""
     assert said("a") == "a"
+
+
+def test_a_posted_instance_is_a_line_without_its_prompt() -> None:
+    listed = read_answer({"tools": OWN["tools"], "calls": OWN["calls"]})
+    assert listed == decode_row(OWN, system_prompt=None).answer
+    for wrong in (None, {}, {"world": "bank"}, {"tools": 3, "calls": []}, {"tools": [WEATHER],
+                  "calls": 3}, {"tools": [WEATHER], "calls": [3]}):  # fmt: skip
+        with pytest.raises(ValueError, match=r"answer|object|form"):
+            read_answer(wrong)
