@@ -11,6 +11,7 @@ import pytest
 
 from prorl_hpc.agents.registry import make_agent
 from prorl_hpc.agents.replay import Policy
+from prorl_hpc.agents.tools import spell_call
 from prorl_hpc.choices import AgentKind, EnvironmentKind
 from prorl_hpc.environment.base import Environment, EnvironmentEnded
 from prorl_hpc.environment.factory import EnvironmentFactory
@@ -290,6 +291,19 @@ def test_an_episode_of_the_bash_agent(tmp_path: Path) -> None:
     assert done.isolation["backend"] == "bubblewrap"
     text = byte_tokenizer().decode(done.tokens.tolist())
     assert text.count("(exit code 0)") == 2
+
+
+@pytest.mark.parametrize("agent", [AgentKind.tools, AgentKind.single_turn])
+def test_episodes_of_other_agents(tmp_path: Path, agent: AgentKind) -> None:
+    need_bubblewrap()
+    node = Node(tmp_path, lambda *_: next(answers), agent=agent)
+    solution = node.task.instance(5, kind=Kind.train).answer.solution
+    block = f"```bash\n{solution}\n```"
+    calls = [spell_call("bash", {"command": solution}), spell_call("submit", {})]
+    answers = iter([block] if agent is AgentKind.single_turn else calls)
+    (done,) = node.produce(0, index=5)
+    assert (done.outcome, done.reward) == (Outcome.scored, 1.0), done.detail
+    assert done.isolation["backend"] == "bubblewrap"
 
 
 @pytest.mark.parametrize(("policy", "rewards"), [
