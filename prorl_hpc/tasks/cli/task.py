@@ -176,7 +176,7 @@ class CliTask:
         num_held, num_goals = verdict.num_held, verdict.num_goals + len(problem.verify)
         late = False
         if verdict.guarded and problem.verify:
-            files = await asyncio.to_thread(pack, confined(state, problem.kept))
+            files = await asyncio.to_thread(lambda: pack(confined(state, problem.kept)))
             more, late = await self._verify(instance, files, make_environment)
             num_held += more
         return self._graded(num_held, num_goals, guarded=verdict.guarded, late=late)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from prorl_hpc.tasks.cli.checks import Check, holds, judge, same_json
 from prorl_hpc.tasks.cli.state import (
     BLOCK,
+    MAX_ENTRIES,
     Entry,
     EntryKind,
     StateError,
@@ -89,6 +90,7 @@ def test_what_tar_makes_is_read_and_devices_are_left_out() -> None:
         ("a.txt", False), ("/w/a.txt", False), ("../w/a.txt", False), ("d/../a.txt", False),
         ("../secret", True), ("/tmp/.verify/expected", True), ("/proc/self/cwd/expected", True),
         # `d/e/root` is a link to /w: from there, `..` is the root
+        ("./" * 2000 + "a.txt", True),
         ("d/e/root/../secret", True), ("loop", True), ("..", True), ("d/e/root/a.txt", False),
     ],
 )  # fmt: skip
@@ -206,3 +208,12 @@ def test_json_is_the_same_when_its_text_is(one: Any, two: Any) -> None:
     assert same_json(one, one)
     texts = [msgspec.json.encode(value, order="deterministic") for value in (one, two)]
     assert same_json(one, two) is (texts[0] == texts[1])
+
+
+def test_archives_of_too_many_files_are_refused() -> None:
+    state = {f"/w/{number}": link("/w/" + "./" * 50) for number in range(MAX_ENTRIES)}
+    data = pack(state)
+    assert len(confined(read_state(data), [WORK])) == MAX_ENTRIES
+    state["/w/more"] = file()
+    with pytest.raises(StateError, match="more than"):
+        read_state(pack(state))
