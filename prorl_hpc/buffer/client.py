@@ -40,6 +40,7 @@ from prorl_hpc.buffer.messages import (
     StatusReply,
     StatusRequest,
 )
+from prorl_hpc.buffer.parcel import Parcel, pack
 from prorl_hpc.records import Trajectory
 
 CREDIT_BYTES = 64 << 20
@@ -161,9 +162,8 @@ class RolloutClient:
         Waits as long as the buffer answers that it is busy (see `busy`). Raises RecordError for a
         bad trajectory before anything is sent, and BufferGone when nobody answers.
         """
-        batches = list(_batches(trajectories))
-        for trajectory in trajectories:
-            trajectory.check()
+        parcels = [pack(trajectory.check()) for trajectory in trajectories]
+        batches = list(_batches(parcels))
         results = await asyncio.gather(*(self._push(batch) for batch in batches))
         return {key: result for part in results for key, result in part.items()}
 
@@ -176,17 +176,20 @@ class RolloutClient:
 
         One that is to be tried again least of all: claimed on, nobody else would get it.
         """
-        done = set(keys)
-        for lease_id, claim in list(self._claims.items()):
-            left = tuple(r for r in claim.rollouts if (claim.group_id, r) not in done)
+        done: dict[int, set[int]] = {}
+        for group_id, rollout in keys:
+            done.setdefault(group_id, set()).add(rollout)
+        touched = [claim for claim in self._claims.values() if claim.group_id in done]
+        for claim in touched:
+            left = tuple(r for r in claim.rollouts if r not in done[claim.group_id])
             if not left:
-                del self._claims[lease_id]
+                del self._claims[claim.lease_id]
             elif left != claim.rollouts:
-                self._claims[lease_id] = msgspec.structs.replace(claim, rollouts=left)
+                self._claims[claim.lease_id] = msgspec.structs.replace(claim, rollouts=left)
 
-    async def _push(self, batch: list[Trajectory]) -> dict[tuple[int, int], PushResult]:
+    async def _push(self, batch: list[Parcel]) -> dict[tuple[int, int], PushResult]:
         async with self._credit.take(sum(t.num_bytes for t in batch)):
-            body, arrays = frames.encode_push(batch)
+            body, arrays = frames.encode_parcels(batch)
             while True:
                 try:
                     reply = await self._channel.ask(body, arrays=arrays)
@@ -219,14 +222,14 @@ def fetch_status(
         channel.close()
 
 
-def _batches(trajectories: Sequence[Trajectory]) -> Iterator[list[Trajectory]]:
-    batch: list[Trajectory] = []
+def _batches(parcels: Sequence[Parcel]) -> Iterator[list[Parcel]]:
+    batch: list[Parcel] = []
     size = 0
-    for trajectory in trajectories:
-        if batch and size + trajectory.num_bytes > MAX_PUSH_BYTES:
+    for parcel in parcels:
+        if batch and size + parcel.num_bytes > MAX_PUSH_BYTES:
             yield batch
             batch, size = [], 0
-        batch.append(trajectory)
-        size += trajectory.num_bytes
+        batch.append(parcel)
+        size += parcel.num_bytes
     if batch:
         yield batch
