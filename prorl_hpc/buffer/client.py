@@ -40,7 +40,6 @@ from prorl_hpc.buffer.messages import (
     StatusReply,
     StatusRequest,
 )
-from prorl_hpc.buffer.parcel import Parcel, pack
 from prorl_hpc.records import Trajectory
 
 CREDIT_BYTES = 64 << 20
@@ -162,8 +161,10 @@ class RolloutClient:
         Waits as long as the buffer answers that it is busy (see `busy`). Raises RecordError for a
         bad trajectory before anything is sent, and BufferGone when nobody answers.
         """
-        parcels = [pack(trajectory.check()) for trajectory in trajectories]
-        batches = list(_batches(parcels))
+        batches = list(_batches(trajectories))
+        if len(batches) > 1:  # each is checked when its turn comes, but by then others are sent
+            for trajectory in trajectories:
+                trajectory.check()
         results = await asyncio.gather(*(self._push(batch) for batch in batches))
         return {key: result for part in results for key, result in part.items()}
 
@@ -187,9 +188,9 @@ class RolloutClient:
             elif left != claim.rollouts:
                 self._claims[claim.lease_id] = msgspec.structs.replace(claim, rollouts=left)
 
-    async def _push(self, batch: list[Parcel]) -> dict[tuple[int, int], PushResult]:
+    async def _push(self, batch: list[Trajectory]) -> dict[tuple[int, int], PushResult]:
         async with self._credit.take(sum(t.num_bytes for t in batch)):
-            body, arrays = frames.encode_parcels(batch)
+            body, arrays = frames.encode_push(batch)
             while True:
                 try:
                     reply = await self._channel.ask(body, arrays=arrays)
@@ -222,14 +223,14 @@ def fetch_status(
         channel.close()
 
 
-def _batches(parcels: Sequence[Parcel]) -> Iterator[list[Parcel]]:
-    batch: list[Parcel] = []
+def _batches(trajectories: Sequence[Trajectory]) -> Iterator[list[Trajectory]]:
+    batch: list[Trajectory] = []
     size = 0
-    for parcel in parcels:
-        if batch and size + parcel.num_bytes > MAX_PUSH_BYTES:
+    for trajectory in trajectories:
+        if batch and size + trajectory.num_bytes > MAX_PUSH_BYTES:
             yield batch
             batch, size = [], 0
-        batch.append(parcel)
-        size += parcel.num_bytes
+        batch.append(trajectory)
+        size += trajectory.num_bytes
     if batch:
         yield batch
