@@ -176,7 +176,7 @@ def _write_skeleton(memory: BinaryIO, parcels: Sequence[Parcel]) -> list[tuple[i
         _put(file, "groups", _group_table(parcels))
         _put(file, "runs", runs)
         _put(file, "side", np.frombuffer(b"".join(sides), dtype=np.uint8))
-        layout = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        layout = _timeless()
         layout.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
         layout.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
         for (name, dtype), count in zip(ARRAYS, counts, strict=True):
@@ -188,11 +188,18 @@ def _write_skeleton(memory: BinaryIO, parcels: Sequence[Parcel]) -> list[tuple[i
     return places
 
 
+def _timeless() -> Any:
+    """Creation properties without a time: the same trajectories make the same bytes."""
+    layout = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    layout.set_obj_track_times(False)
+    return layout
+
+
 def _put(file: h5py.File, name: str, values: NDArray[Any]) -> None:
     """A small dataset, without what h5py's convenience costs."""
     space = h5py.h5s.create_simple(values.shape)
     kind = h5py.h5t.py_create(values.dtype, logical=True)
-    dataset = h5py.h5d.create(file.id, name.encode(), kind, space)
+    dataset = h5py.h5d.create(file.id, name.encode(), kind, space, _timeless())
     if values.size:
         dataset.write(h5py.h5s.ALL, h5py.h5s.ALL, values)
 
