@@ -44,6 +44,9 @@ NO_CALL = "Your answer calls no tool. Call `bash` with a command, or `submit` wh
 # blanks inside are left to the decoder: a pattern for them takes the square of their number
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
+CALL_TAG = "<tool_call>"
+"""What begins a call."""
+
 
 class Call(msgspec.Struct, frozen=True):
     """One tool call as the model wrote it."""
