@@ -150,7 +150,7 @@ def _check_data(key: str, path: Path) -> None:
     try:
         size = path.stat().st_size
         if path.is_dir():
-            raise RecipeError(f"{key}={str(path)!r} is a directory; give a JSON lines file")
+            raise RecipeError(f"{key}={str(path)!r} is a directory; give a .jsonl or .parquet file")
         if size == 0:
             raise RecipeError(f"{key}={str(path)!r} is empty; give at least one problem")
         if path.suffix == ".jsonl":

@@ -3,6 +3,8 @@
 A reasoning model thinks first: what stands before the last `</think>` is never an answer.
 """
 
+import json
+import math
 import re
 from collections.abc import Mapping
 from difflib import get_close_matches
@@ -41,6 +43,23 @@ def boxed(text: str) -> str | None:
                 return text[start + 7 : position].strip()
         start = text.rfind("\\boxed{", 0, start)
     return None
+
+
+def read_json(text: str) -> Any:
+    """The value of a JSON text. Raises ValueError for what isn't JSON, `NaN` and 1e999 included."""
+    try:
+        return json.loads(text, parse_constant=_no_number, parse_float=_finite)
+    except RecursionError as err:
+        raise ValueError("nested too deeply") from err
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    return value if math.isfinite(value) else _no_number(text)
+
+
+def _no_number(text: str) -> float:
+    raise ValueError(f"{text} is no JSON number")
 
 
 def prompt_messages(

@@ -29,7 +29,7 @@ from prorl_hpc.tasks.code_cases import Case, CaseKind, decode_problem
 from prorl_hpc.tasks.code_compare import same_output, same_value
 from prorl_hpc.tasks.code_harness import SOURCE as HARNESS
 from prorl_hpc.tasks.environment_task import MakeEnvironment
-from prorl_hpc.tasks.jsonl import Problem, split_problems
+from prorl_hpc.tasks.problems import Problem, split_problems
 from prorl_hpc.tasks.sandboxes import OPTIONS, Sandboxes, check_options, read_sandboxes
 
 WORK = "/tmp/code"  # noqa: S108 - inside the sandbox

@@ -15,7 +15,7 @@ import msgspec
 
 from prorl_hpc.records import JSON
 from prorl_hpc.tasks.answers import prompt_messages
-from prorl_hpc.tasks.jsonl import Problem, text_of
+from prorl_hpc.tasks.problems import Problem, text_of
 
 INSTRUCTION = "Answer with one complete Python program in a ```python block."
 READS = "It reads standard input and prints to standard output."

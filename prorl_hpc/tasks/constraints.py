@@ -4,10 +4,12 @@ Names and arguments are those of IFEval (arXiv 2311.07911), so that its data set
 check is written here anew.
 """
 
-import json
 import re
 from collections.abc import Callable
+from functools import cache
 from typing import Any
+
+from prorl_hpc.tasks.answers import read_json
 
 Check = Callable[..., bool]
 """(text, **arguments) -> whether the text keeps the rule."""
@@ -59,6 +61,17 @@ def number_paragraphs(text: str, *, num_paragraphs: int) -> bool:
     return len([part for part in parts if part.strip()]) == num_paragraphs
 
 
+def first_word(text: str, *, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
+    """Here an empty line parts paragraphs; the others count `***`."""
+    if not 1 <= nth_paragraph <= num_paragraphs:
+        raise ValueError(f"nth_paragraph={nth_paragraph} isn't one of {num_paragraphs}")
+    paragraphs = [part for part in re.split(r"\n\s*\n", text) if part.strip()]
+    if len(paragraphs) != num_paragraphs:
+        return False
+    words = _words(paragraphs[nth_paragraph - 1])
+    return bool(words) and words[0].lower() == first_word.strip().lower()
+
+
 def number_bullets(text: str, *, num_bullets: int) -> bool:
     return len(re.findall(r"^\s*[*-]\s+\S", text, re.MULTILINE)) == num_bullets
 
@@ -70,7 +83,7 @@ def title(text: str) -> bool:
 def json_format(text: str) -> bool:
     body = re.sub(r"^```(?:json)?\s*|\s*```$", "", text.strip(), flags=re.IGNORECASE)
     try:
-        json.loads(body)
+        read_json(body)
     except ValueError:
         return False
     return True
@@ -79,6 +92,15 @@ def json_format(text: str) -> bool:
 def highlighted(text: str, *, num_highlights: int) -> bool:
     found = re.findall(r"\*\*[^*\n]+\*\*|(?<!\*)\*[^*\s][^*\n]*\*(?!\*)", text)
     return len(found) >= num_highlights
+
+
+def sections(text: str, *, section_spliter: str, num_sections: int) -> bool:
+    """Each section begins with the given word and a number: `SECTION 1`."""
+    return len(re.findall(rf"{re.escape(section_spliter)}\s?\d+", text)) >= num_sections
+
+
+def constrained_response(text: str) -> bool:
+    return any(f"my answer is {word}." in text.lower() for word in ("yes", "no", "maybe"))
 
 
 def placeholders(text: str, *, num_placeholders: int) -> bool:
@@ -95,6 +117,26 @@ def lowercase(text: str) -> bool:
 
 def uppercase(text: str) -> bool:
     return text == text.upper() and any(c.isalpha() for c in text)
+
+
+def capital_words(text: str, *, capital_frequency: int, capital_relation: str) -> bool:
+    """Words without a lower-case letter."""
+    return _compare(sum(w.isupper() for w in _words(text)), capital_frequency, capital_relation)
+
+
+def response_language(text: str, *, language: str) -> bool:
+    """`language` is a code of ISO 639. Raises ValueError for one that can't be told."""
+    identifier = _language_identifier()
+    if language not in identifier.labels:
+        raise ValueError(f"language={language!r}; choose of {', '.join(sorted(identifier.labels))}")
+    return bool(identifier.classify(text)[0] == language)
+
+
+@cache
+def _language_identifier() -> Any:
+    from py3langid.langid import MODEL_FILE, LanguageIdentifier
+
+    return LanguageIdentifier.from_model_file(MODEL_FILE)
 
 
 def no_comma(text: str) -> bool:
@@ -127,14 +169,19 @@ CHECKS: dict[str, Check] = {
     "length_constraints:number_words": number_words,
     "length_constraints:number_sentences": number_sentences,
     "length_constraints:number_paragraphs": number_paragraphs,
+    "length_constraints:nth_paragraph_first_word": first_word,
     "detectable_format:number_bullet_lists": number_bullets,
     "detectable_format:title": title,
     "detectable_format:json_format": json_format,
     "detectable_format:number_highlighted_sections": highlighted,
+    "detectable_format:multiple_sections": sections,
+    "detectable_format:constrained_response": constrained_response,
     "detectable_content:number_placeholders": placeholders,
     "detectable_content:postscript": postscript,
     "change_case:english_lowercase": lowercase,
     "change_case:english_capital": uppercase,
+    "change_case:capital_word_frequency": capital_words,
+    "language:response_language": response_language,
     "punctuation:no_comma": no_comma,
     "startend:quotation": quotation,
     "startend:end_checker": end_checker,

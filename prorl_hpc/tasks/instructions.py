@@ -11,7 +11,7 @@ from prorl_hpc.recipe import TaskConfig
 from prorl_hpc.records import JSON, Outcome, Score
 from prorl_hpc.tasks.answers import after_thinking, read_options
 from prorl_hpc.tasks.constraints import CHECKS, holds
-from prorl_hpc.tasks.jsonl import Problem, ProblemTask, messages_of, split_problems
+from prorl_hpc.tasks.problems import Problem, ProblemTask, messages_of, split_problems
 
 
 def make_instructions(name: str, config: TaskConfig, seed: int) -> ProblemTask:  # noqa: ARG001

@@ -19,8 +19,8 @@ from prorl_hpc.recipe import TaskConfig
 from prorl_hpc.records import JSON, Instance, Kind, Outcome, Score
 from prorl_hpc.tasks.answers import after_thinking, boxed, read_options, tagged
 from prorl_hpc.tasks.base import Task, TaskError
-from prorl_hpc.tasks.jsonl import Problem, ProblemTask, messages_of, split_problems, text_of
 from prorl_hpc.tasks.logic import LogicTask, make_logic
+from prorl_hpc.tasks.problems import Problem, ProblemTask, messages_of, split_problems, text_of
 
 FAMILIES = ("basic_arithmetic", "simple_equations", "gcd", "lcm", "decimal_arithmetic")
 """Made when a recipe names neither data nor families."""

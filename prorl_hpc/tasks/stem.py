@@ -17,7 +17,7 @@ from prorl_hpc.tasks.answers import (
     read_options,
     tagged,
 )
-from prorl_hpc.tasks.jsonl import Problem, ProblemTask, split_problems, text_of
+from prorl_hpc.tasks.problems import Problem, ProblemTask, split_problems, text_of
 
 PROMPT = "Think step by step, then give the letter of the right option as \\boxed{LETTER}."
 

@@ -1,38 +1,32 @@
-"""JSON output that fits a schema, from JSON lines.
+"""JSON output that fits a schema, from the user's rows.
 
-A line is `{"prompt", "schema": {...}, "answer"?: value}`. Without `answer` the reward is 1 when
-the output fits the schema; with it, the fraction of the answer's fields that are right, and 0
-where the schema isn't met. Of JSON Schema these words count: type, properties, required,
-additionalProperties (false), items, minItems, maxItems, enum, const, minimum, maximum, minLength,
-maxLength, pattern; a schema with another one is refused, never half-checked.
+A row is `{"prompt", "schema": {...}, "answer"?: value}`; the schema may be a text. Without `answer`
+the reward is 1 when the output fits the schema; with it, the fraction of the answer's fields that
+are right, and 0 where the schema isn't met. What JSON Schema means is the package jsonschema's
+business; here is what a problem and a score are.
 """
 
 import json
 import re
 from typing import Any
 
+from jsonschema import Draft202012Validator, FormatChecker, SchemaError
+from jsonschema.protocols import Validator
+from jsonschema.validators import validator_for
+from referencing import Registry, Resource
+from referencing.exceptions import Unresolvable
+from referencing.jsonschema import DRAFT202012
+
 from prorl_hpc.recipe import TaskConfig
 from prorl_hpc.records import JSON, Outcome, Score
-from prorl_hpc.tasks.answers import after_thinking, read_options
-from prorl_hpc.tasks.jsonl import Problem, ProblemTask, messages_of, split_problems
+from prorl_hpc.tasks.answers import after_thinking, read_json, read_options
+from prorl_hpc.tasks.problems import Problem, ProblemTask, messages_of, split_problems
 
-TYPES: dict[str, type | tuple[type, ...]] = {
-    "object": dict,
-    "array": list,
-    "string": str,
-    "integer": int,
-    "number": (int, float),
-    "boolean": bool,
-    "null": type(None),
-}
+FORMATS = ("date", "email", "ipv4", "ipv6", "regex", "uuid")
+"""Values of `format` that are checked. Each needs the standard library alone, so that a reward
+doesn't depend on what else is installed; the others demand nothing."""
 
-WORDS = {
-    "type", "properties", "required", "additionalProperties", "items", "minItems", "maxItems",
-    "enum", "const", "minimum", "maximum", "minLength", "maxLength", "pattern",
-}  # fmt: skip
-
-NOTES = {"title", "description", "default", "examples", "$schema", "$id"}
-"""Words that demand nothing."""
+_FORMAT_CHECKER = FormatChecker(formats=FORMATS)
 
 
 def make_structured(name: str, config: TaskConfig, seed: int) -> ProblemTask:  # noqa: ARG001
@@ -45,8 +39,8 @@ def make_structured(name: str, config: TaskConfig, seed: int) -> ProblemTask:  #
 def check(wanted: JSON, response: str) -> Score:
     """`invalid` where there is no JSON at all."""
     try:
-        value = json.loads(json_in(response))
-    except (ValueError, RecursionError):
+        value = read_json(json_in(response))
+    except ValueError:
         return Score(reward=0.0, components={"json": 0.0}, outcome=Outcome.invalid)
     fits = fits_schema(value, wanted["schema"])
     right = _agreement(value, wanted["answer"]) if "answer" in wanted else 1.0
@@ -62,52 +56,57 @@ def json_in(response: str) -> str:
 
 
 def fits_schema(value: Any, schema: dict[str, Any]) -> bool:
-    """Whether a decoded value fits a schema of the supported words."""
-    if "const" in schema and not _same(value, schema["const"]):
+    """Whether a decoded value fits a schema that `check_schema` let through."""
+    try:
+        return bool(_validator(schema).is_valid(value))
+    except (RecursionError, OverflowError):  # a value as deep or as large as none that is meant
         return False
-    if "enum" in schema and not any(_same(value, option) for option in schema["enum"]):
-        return False
-    names = schema.get("type", [])
-    if names and not any(_is(value, n) for n in ([names] if isinstance(names, str) else names)):
-        return False
-    if isinstance(value, dict):
-        return _fits_object(value, schema)
-    if isinstance(value, list):
-        inside = schema.get("items", {})
-        bounds = (schema.get("minItems", 0), schema.get("maxItems", len(value)))
-        return bounds[0] <= len(value) <= bounds[1] and all(fits_schema(v, inside) for v in value)
-    if isinstance(value, str):
-        bounds = (schema.get("minLength", 0), schema.get("maxLength", len(value)))
-        return bounds[0] <= len(value) <= bounds[1] and (
-            re.search(schema.get("pattern", ""), value) is not None
-        )
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return bool(schema.get("minimum", value) <= value <= schema.get("maximum", value))
-    return True
 
 
-def _fits_object(value: dict[str, Any], schema: dict[str, Any]) -> bool:
-    properties = schema.get("properties", {})
-    if any(key not in value for key in schema.get("required", [])):
-        return False
-    if schema.get("additionalProperties") is False and not set(value) <= set(properties):
-        return False
-    return all(
-        fits_schema(value[key], inside) for key, inside in properties.items() if key in value
-    )
+def check_schema(schema: object) -> None:
+    """Raises ValueError for what isn't a schema, or one that refers to something outside itself."""
+    if not isinstance(schema, dict):
+        raise ValueError(f"schema={schema!r} isn't an object")
+    if "$schema" in schema and validator_for(schema, default=None) is None:
+        raise ValueError(f"schema.$schema={schema['$schema']!r} is no known version of JSON Schema")
+    try:
+        type(_validator(schema)).check_schema(schema)
+    except SchemaError as err:
+        raise ValueError(f"schema at {err.json_path}: {err.message}") from err
+    resource = Resource.from_contents(schema, default_specification=DRAFT202012)
+    resolver = Registry().with_resource(resource.id() or "", resource).resolver(resource.id() or "")
+    for reference in _references(schema):
+        try:
+            resolver.lookup(reference)
+        except Unresolvable as err:
+            raise ValueError(f"schema.$ref={reference!r} isn't in the schema itself") from err
 
 
-def _is(value: Any, name: str) -> bool:
-    if isinstance(value, bool):
-        return name == "boolean"
-    if name == "integer" and isinstance(value, float):
-        return value.is_integer()
-    return isinstance(value, TYPES[name])
+def _references(part: Any) -> list[str]:
+    """All `$ref` and `$dynamicRef` of a schema."""
+    if isinstance(part, list):
+        return [reference for inside in part for reference in _references(inside)]
+    if not isinstance(part, dict):
+        return []
+    here = [part[key] for key in ("$ref", "$dynamicRef") if isinstance(part.get(key), str)]
+    values = [value for key, value in part.items() if key not in ("const", "enum", "examples")]
+    return here + _references(values)
+
+
+def _validator(schema: dict[str, Any]) -> Validator:
+    kind = validator_for(schema, default=Draft202012Validator)
+    return kind(schema, registry=Registry(), format_checker=_FORMAT_CHECKER)
 
 
 def _same(one: Any, two: Any) -> bool:
-    """Equality in which true isn't 1."""
-    return json.dumps(one, sort_keys=True) == json.dumps(two, sort_keys=True)
+    """Equality of JSON values: 1 is 1.0, and neither is true."""
+    if isinstance(one, bool) or isinstance(two, bool):
+        return one is two
+    if isinstance(one, dict) and isinstance(two, dict):
+        return one.keys() == two.keys() and all(_same(one[key], two[key]) for key in one)
+    if isinstance(one, list) and isinstance(two, list):
+        return len(one) == len(two) and all(map(_same, one, two))
+    return bool(one == two)
 
 
 def _agreement(value: Any, answer: Any) -> float:
@@ -119,7 +118,9 @@ def _agreement(value: Any, answer: Any) -> float:
 
 def _decode(row: dict[str, Any], system_prompt: str | None) -> Problem:
     schema = row["schema"]
-    _check_schema(schema)
+    if isinstance(schema, str):  # Parquet can't hold values of any shape
+        schema = read_json(schema)
+    check_schema(schema)
     wanted = {"schema": schema} | ({"answer": row["answer"]} if "answer" in row else {})
     if "answer" in row and not fits_schema(row["answer"], schema):
         raise ValueError("the answer doesn't fit its own schema")
@@ -128,25 +129,6 @@ def _decode(row: dict[str, Any], system_prompt: str | None) -> Problem:
         answer=wanted,
         identity=str(row.get("id", "")),
     )
-
-
-def _check_schema(schema: object) -> None:
-    if not isinstance(schema, dict):
-        raise ValueError(f"schema={schema!r} isn't an object")
-    for word in schema:
-        if word not in WORDS | NOTES:
-            raise ValueError(
-                f"schema word {word!r} isn't supported; use {', '.join(sorted(WORDS))}"
-            )
-    names = schema.get("type", [])
-    for name in [names] if isinstance(names, str) else names:
-        if name not in TYPES:
-            raise ValueError(f"schema type {name!r}; choose of {', '.join(TYPES)}")
-    re.compile(schema.get("pattern", ""))
-    for inside in schema.get("properties", {}).values():
-        _check_schema(inside)
-    if "items" in schema:
-        _check_schema(schema["items"])
 
 
 def _demonstrate(wanted: JSON) -> str | None:

@@ -24,7 +24,7 @@ from prorl_hpc.tasks.answers import prompt_messages
 from prorl_hpc.tasks.base import TaskError
 from prorl_hpc.tasks.cli.made import FAMILIES, make_problem
 from prorl_hpc.tasks.cli.problem import CliProblem, decode_row
-from prorl_hpc.tasks.jsonl import Problem, split_problems
+from prorl_hpc.tasks.problems import Problem, split_problems
 from prorl_hpc.tasks.sandboxes import OPTIONS as SANDBOX_OPTIONS
 
 MADE_OPTIONS = frozenset({"families", "level", "parts"})

@@ -11,7 +11,7 @@ from typing import Any
 from prorl_hpc.agents.render import ToolSchema
 from prorl_hpc.choices import AgentKind
 from prorl_hpc.records import JSON
-from prorl_hpc.tasks.jsonl import Problem, messages_of
+from prorl_hpc.tasks.problems import Problem, messages_of
 
 _TEXTS = ("input_text", "output_text", "text")
 

@@ -22,10 +22,10 @@ from prorl_hpc.recipe import TaskConfig
 from prorl_hpc.records import Instance, Kind, Outcome, RecordError, Score, check_reward
 from prorl_hpc.tasks.answers import read_options
 from prorl_hpc.tasks.base import TaskError, VerifierError
-from prorl_hpc.tasks.jsonl import ProblemTask, split_problems
 from prorl_hpc.tasks.nemo_gym.responses import output_items, response_object
 from prorl_hpc.tasks.nemo_gym.rows import agent_of, decode_row, row_of, tools_of
 from prorl_hpc.tasks.nemo_gym.server import Connect, ServerSession, Verified
+from prorl_hpc.tasks.problems import ProblemTask, split_problems
 
 
 def make_nemo_gym(name: str, config: TaskConfig, seed: int) -> "NemoGymTask":  # noqa: ARG001

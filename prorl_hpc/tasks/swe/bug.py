@@ -13,10 +13,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import msgspec
-
 from hpc.files import asset_directory
 from prorl_hpc.tasks.base import TaskError
+from prorl_hpc.tasks.rows import read_rows
 from prorl_hpc.tasks.swe.patches import PatchError, Rule, read_patch
 
 PACKAGED = "data/pypi_bugs.jsonl"
@@ -82,7 +81,7 @@ def read_bugs(name: str, data: str | None) -> list[Bug]:
     path = Path(data) if data is not None else asset_directory("recipes") / PACKAGED
     bugs: list[Bug] = []
     seen: set[str] = set()
-    for where, row in _rows(name, path):
+    for where, row in read_rows(name, path):
         try:
             bug = decode_bug(row)
         except KeyError as err:
@@ -161,38 +160,6 @@ def _swe_bench(row: Mapping[str, Any]) -> Bug:
         patch=str(row.get("patch") or ""),
         test_patch=test_patch,
     )
-
-
-def _rows(name: str, path: Path) -> list[tuple[str, Mapping[str, Any]]]:
-    if path.suffix == ".parquet":
-        return _parquet_rows(name, path)
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError as err:
-        raise TaskError(f"tasks.{name}.data={str(path)!r} can't be read: {err.strerror}") from err
-    rows: list[tuple[str, Mapping[str, Any]]] = []
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            try:
-                rows.append((f"line {number}", msgspec.json.decode(line, type=dict[str, Any])))
-            except ValueError as err:
-                raise TaskError(f"tasks.{name}: {path} line {number}: {err}") from err
-    return rows
-
-
-def _parquet_rows(name: str, path: Path) -> list[tuple[str, Mapping[str, Any]]]:
-    try:
-        from pyarrow import parquet
-    except ImportError as err:
-        raise TaskError(
-            f"tasks.{name}.data={str(path)!r} is Parquet, which needs pyarrow: pip install pyarrow "
-            "(or convert it to .jsonl)"
-        ) from err
-    try:
-        rows = parquet.read_table(path).to_pylist()
-    except (OSError, ValueError) as err:
-        raise TaskError(f"tasks.{name}.data={str(path)!r} can't be read: {err}") from err
-    return [(f"row {number}", row) for number, row in enumerate(rows, start=1)]
 
 
 def _identity(row: Mapping[str, Any]) -> str:

@@ -19,7 +19,7 @@ from prorl_hpc.agents.render import ToolSchema
 from prorl_hpc.agents.tools import spell_call
 from prorl_hpc.records import Message
 from prorl_hpc.tasks.answers import prompt_messages
-from prorl_hpc.tasks.jsonl import Problem, text_of
+from prorl_hpc.tasks.problems import Problem, text_of
 from prorl_hpc.tasks.tools.match import LEFT_OUT, Expected
 from prorl_hpc.tasks.tools.schemas import OTHER_NAMES, TYPES
 

@@ -14,7 +14,7 @@ from prorl_hpc.recipe import TaskConfig
 from prorl_hpc.records import JSON, Instance, Kind, Message, Score
 from prorl_hpc.tasks.answers import prompt_messages, read_options
 from prorl_hpc.tasks.base import TaskError, VerifierError
-from prorl_hpc.tasks.jsonl import ProblemTask, split_problems
+from prorl_hpc.tasks.problems import ProblemTask, split_problems
 from prorl_hpc.tasks.session_task import Session
 from prorl_hpc.tasks.tools.made import Made, MadeUp, read_made
 from prorl_hpc.tasks.tools.rows import Listed, decode_row

@@ -64,6 +64,17 @@ def test_options_take_letters_positions_and_texts(tmp_path):
         ("length_constraints:number_sentences", {"num_sentences": 2, "relation": "less than"},
          "One.", "One. Two!"),
         ("length_constraints:number_paragraphs", {"num_paragraphs": 2}, "a\n***\nb", "a\n\nb"),
+        ("length_constraints:nth_paragraph_first_word",
+         {"num_paragraphs": 2, "nth_paragraph": 2, "first_word": "then"},
+         "So.\n\nThen, this.", "So.\n\nAnd then."),
+        ("detectable_format:multiple_sections",
+         {"section_spliter": "SECTION", "num_sections": 2}, "SECTION 1\na\nSECTION 2\nb",
+         "SECTION 1\na"),
+        ("detectable_format:constrained_response", {}, "I think: My answer is no.", "No."),
+        ("change_case:capital_word_frequency",
+         {"capital_frequency": 2, "capital_relation": "at least"}, "THE END", "The END"),
+        ("language:response_language", {"language": "de"}, "Das ist ein guter Satz.",
+         "This is a good sentence."),
         ("detectable_format:number_bullet_lists", {"num_bullets": 2}, "* a\n- b", "* a"),
         ("detectable_format:title", {}, "<<Hello>> x", "Hello"),
         ("detectable_format:json_format", {}, '```json\n{"a": 1}\n```', "{a}"),
@@ -98,6 +109,11 @@ def test_instructions_reward_the_fraction_kept(tmp_path):
     assert instructions.check(instance.answer, "<think>").outcome is Outcome.invalid
     with pytest.raises(TaskError, match="did you mean 'punctuation:no_comma'"):
         make(tmp_path, "instructions", [row | {"instruction_id_list": ["punctuation:no_coma", ""]}])
+    unknown = row | {"instruction_id_list": ["language:response_language"], "kwargs": [{}]}
+    with pytest.raises(TaskError, match="language"):
+        make(tmp_path, "instructions", [unknown])
+    with pytest.raises(TaskError, match="language='xx'; choose of"):
+        make(tmp_path, "instructions", [unknown | {"kwargs": [{"language": "xx"}]}])
     with pytest.raises(TaskError, match="give one for each"):
         make(tmp_path, "instructions", [row | {"kwargs": [{}]}])
 
@@ -133,6 +149,50 @@ def test_schemas(value, fits):
     assert structured.fits_schema(value, SCHEMA) is fits
 
 
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        ({"oneOf": [{"type": "string"}, {"minimum": 3, "type": "number"}]}, 3, 2),
+        ({"$ref": "#/$defs/tree", "$defs": {"tree": {"type": "array", "items": {
+            "$ref": "#/$defs/tree"}}}}, [[], [[]]], [[1]]),
+        ({"$ref": "#/definitions/n", "definitions": {"n": {"type": "null"}},
+          "$schema": "http://json-schema.org/draft-07/schema#"}, None, 0),
+        ({"$id": "urn:x", "properties": {"a": {"$ref": "urn:x#/$defs/n"}},
+          "$defs": {"n": {"const": 1}}}, {"a": 1.0}, {"a": True}),
+        ({"format": "date"}, "2026-02-28", "2026-02-30"),
+        ({"multipleOf": 0.5}, 1.5, 1.6),
+        ({"uniqueItems": True}, [1, True], [1, 1.0]),
+    ],
+)  # fmt: skip
+def test_all_of_json_schema(schema, good, bad):
+    structured.check_schema(schema)
+    assert structured.fits_schema(good, schema)
+    assert not structured.fits_schema(bad, schema)
+
+
+@pytest.mark.parametrize(
+    ("schema", "complaint"),
+    [
+        ([], "isn't an object"),
+        ({"type": "text"}, r"schema at \$.type: 'text'"),
+        ({"pattern": "("}, "schema at .*pattern"),
+        ({"$ref": "#/$defs/none"}, "isn't in the schema itself"),
+        ({"items": {"$ref": "https://example.org/a.json"}}, "isn't in the schema itself"),
+        ({"$schema": "https://example.org/none"}, "no known version"),
+    ],
+)
+def test_what_is_no_schema_is_refused(schema, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        structured.check_schema(schema)
+
+
+@pytest.mark.parametrize("text", ["NaN", "[1e999]", "-Infinity", "[" * 100_000, "1" * 5000])
+def test_what_is_no_json_is_invalid(text):
+    wanted = {"schema": {"multipleOf": 0.1}}
+    assert structured.check(wanted, text).outcome is Outcome.invalid
+    assert not constraints.holds(text, "detectable_format:json_format", {})
+
+
 def test_structured_output_is_scored_by_field(tmp_path):
     row = {"prompt": "Who?", "schema": SCHEMA, "answer": {"name": "Ada", "age": 3}}
     task = make(tmp_path, "structured", [row, row | {"prompt": "And who?"}])
@@ -141,7 +201,8 @@ def test_structured_output_is_scored_by_field(tmp_path):
     assert task.score(instance, '```json\n{"name": "Ada", "age": 4}\n```').reward == 0.5
     assert task.score(instance, '{"name": "Ada"}').reward == 0.0
     assert task.score(instance, "Ada").outcome is Outcome.invalid
-    with pytest.raises(TaskError, match="'oneOf' isn't supported"):
+    assert task.score(instance, '{"name": "Ada", "age": 3.0}').reward == 1.0
+    with pytest.raises(TaskError, match=r"line 1: schema at .*oneOf"):
         make(tmp_path, "structured", [row | {"schema": {"oneOf": []}}])
     with pytest.raises(TaskError, match="doesn't fit its own schema"):
         make(tmp_path, "structured", [row | {"answer": {}}])

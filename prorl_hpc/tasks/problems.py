@@ -1,4 +1,4 @@
-"""Data sets of JSON lines: read once, split into training and validation. Knows no verifier.
+"""Data sets of a user: read once, split into training and validation. Knows no verifier.
 
 Where no validation file is given, `validation_size` problems are set apart by the hash of their
 text, so that the split doesn't depend on the order of lines and no problem is on both sides.
@@ -10,12 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from prorl_hpc.recipe import TaskConfig
 from prorl_hpc.records import JSON, Instance, Kind, Message, Outcome, Score
 from prorl_hpc.tasks.answers import prompt_messages
 from prorl_hpc.tasks.base import TaskError
+from prorl_hpc.tasks.rows import read_rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +34,7 @@ class Problem:
 
 
 Decode = Callable[[dict[str, Any]], Problem]
-"""A decoded line -> a problem. Raises ValueError, KeyError or TypeError for a bad one."""
+"""A decoded row -> a problem. Raises ValueError, KeyError or TypeError for a bad one."""
 
 Check = Callable[[JSON, str], Score]
 """(the problem's answer, the response) -> its score."""
@@ -43,23 +42,14 @@ Check = Callable[[JSON, str], Score]
 
 def read_problems(name: str, path: str, *, decode: Decode) -> list[Problem]:
     """All problems of a file. Raises TaskError naming the line that is wrong."""
-    if not path.endswith((".jsonl", ".json", ".ndjson")):
-        raise TaskError(f"tasks.{name}.data={path!r} isn't JSON lines (.jsonl); convert it")
-    try:
-        lines = Path(path).read_bytes().splitlines()
-    except OSError as err:
-        raise TaskError(f"tasks.{name}.data={path!r} can't be read: {err.strerror}") from err
     problems = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
+    for where, row in read_rows(name, Path(path)):
         try:
-            row = msgspec.json.decode(line, type=dict[str, Any])
             problems.append(decode(row))
         except KeyError as err:
-            raise TaskError(f"tasks.{name}: {path} line {number} has no field {err}") from err
+            raise TaskError(f"tasks.{name}: {path} {where} has no field {err}") from err
         except (ValueError, TypeError) as err:
-            raise TaskError(f"tasks.{name}: {path} line {number}: {err}") from err
+            raise TaskError(f"tasks.{name}: {path} {where}: {err}") from err
     if not problems:
         raise TaskError(f"tasks.{name}.data={path!r} holds no problem")
     return problems
@@ -70,7 +60,7 @@ def split_problems(
 ) -> dict[Kind, Sequence[Problem]]:
     """The two sides of a recipe's data. Raises TaskError."""
     if config.data is None:
-        raise TaskError(f"tasks.{name}.data is missing; give a file of JSON lines")
+        raise TaskError(f"tasks.{name}.data is missing; give a file of JSON lines or Parquet")
     problems = read_problems(name, config.data, decode=decode)
     if config.validation_data is not None:
         held = read_problems(name, config.validation_data, decode=decode)[: config.validation_size]
