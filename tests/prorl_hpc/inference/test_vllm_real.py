@@ -9,6 +9,7 @@ import signal
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -68,13 +69,19 @@ async def started(
 def forward(
     prompt: tuple[int, ...], answer: Completion, *, seed: int, tied: bool, temperature: float
 ) -> list[float]:
+    """`of_network` for a model of random weights."""
+    return of_network(tiny_model(seed=seed, tied=tied), prompt, answer, temperature=temperature)
+
+
+def of_network(
+    network: Any, prompt: tuple[int, ...], answer: Completion, *, temperature: float
+) -> list[float]:
     """Log-probabilities of the answer's tokens by transformers, at the sampler's temperature."""
     import torch
 
-    model = tiny_model(seed=seed, tied=tied)
     ids = torch.tensor([[*prompt, *answer.token_ids]])
     with torch.no_grad():
-        logits_TV = model(ids).logits[0, len(prompt) - 1 : -1].float() / temperature
+        logits_TV = network(ids).logits[0, len(prompt) - 1 : -1].float() / temperature
     logprobs_TV = torch.log_softmax(logits_TV, dim=-1)
     chosen_T1 = torch.tensor(answer.token_ids).unsqueeze(1)
     return [float(value) for value in logprobs_TV.gather(1, chosen_T1).squeeze(1)]
