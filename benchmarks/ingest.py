@@ -2,12 +2,19 @@
 
     python benchmarks/ingest.py --directory /path/on/the/file/system/to/measure
 
-Rows: raw write + fsync of the same bytes in files of shard size; PUSH/PULL of the same frames
-without any acknowledgement (same CURVE encryption); the buffer: real server process, real node
-processes, bytes counted when acked (written, fsynced, renamed, listed in the manifest). All in
-one run, alternating; the median of the rounds is shown, and the CPU time per megabyte of the
-server (all its threads) and of the nodes, which a busy machine changes less than the rate. Where
-cores are few, not the disk but encryption at both ends is the limit: see the pipe's row.
+All rates are in bytes of the trajectories' arrays (13 per token), whatever is sent or written for
+them; what that is, is printed too. Token ids and log-probabilities are random, so that nothing but
+the redundancy of masks and versions can be saved; with `--observed` a share of each trajectory is
+observations between sampled turns. Rows, alternating in one run, the median of the rounds each:
+
+- raw: write + fsync of those bytes in files of shard size;
+- pipe: those bytes over PUSH/PULL without any acknowledgement, with and without CURVE;
+- frames: the same with the frames that the buffer's nodes send;
+- buffer: real server process, real node processes, counted when acked (written, fsynced, renamed,
+  listed in the manifest).
+
+CPU time per megabyte is that of all threads of a side; a busy machine changes it less than the
+rate. The last lines say what the cores at hand allow at most.
 """
 
 import argparse
@@ -24,96 +31,26 @@ from functools import partial
 from multiprocessing.synchronize import Event
 from pathlib import Path
 
-import numpy as np
-import zmq
+from ingest_limits import (
+    BYTES_PER_TOKEN,
+    NUM_ROLLOUTS,
+    SHARD_BYTES,
+    SPAWN,
+    Shape,
+    Spent,
+    pipe,
+    raw,
+)
 
-from prorl_hpc.buffer import frames
+from hpc.allocation import cpu_count
+from hpc.memory import keep_freed_memory
 from prorl_hpc.buffer.client import LearnerClient, RolloutClient
 from prorl_hpc.buffer.config import BufferConfig
 from prorl_hpc.buffer.keys import load_client_keys, load_server_keys, make_keys
 from prorl_hpc.buffer.messages import GroupIds
 from prorl_hpc.buffer.mixture import TaskShare
-from prorl_hpc.buffer.server import BufferServer, ServerConfig
-from prorl_hpc.records import Kind, Trajectory
+from prorl_hpc.buffer.server import KEEP_BYTES, BufferServer, ServerConfig
 from prorl_hpc.run import Run
-
-NUM_ROLLOUTS = 16
-SHARD_BYTES = 32 << 20
-BYTES_PER_TOKEN = 13
-
-SPAWN = multiprocessing.get_context("spawn")
-
-
-def trajectory(group_id: int, rollout: int, *, num_tokens: int) -> Trajectory:
-    """Sampled tokens throughout."""
-    return Trajectory(
-        group_id=group_id,
-        rollout_index=rollout,
-        kind=Kind.train,
-        task="bench",
-        instance_id=str(group_id),
-        tokens=np.full(num_tokens, rollout, dtype=np.int32),
-        loss_mask=np.ones(num_tokens, dtype=np.uint8),
-        logprobs=np.zeros(num_tokens, dtype=np.float32),
-        versions=np.zeros(num_tokens, dtype=np.int32),
-        reward=1.0,
-    )
-
-
-def raw_limit(directory: Path, *, num_bytes: int) -> float:
-    """Seconds to write and fsync that many bytes in files of shard size."""
-    block = os.urandom(SHARD_BYTES)
-    started = time.perf_counter()
-    for number in range(max(num_bytes // SHARD_BYTES, 1)):
-        with (directory / f"raw-{number}").open("wb", buffering=0) as stream:
-            stream.write(block)
-            os.fsync(stream.fileno())
-    return time.perf_counter() - started
-
-
-def push_all(address: str, server_key: bytes, *, num_groups: int, num_tokens: int) -> None:
-    """Sends every group as one message and waits for nothing."""
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    socket = context.socket(zmq.PUSH)
-    socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
-    socket.curve_serverkey = server_key
-    socket.connect(address)
-    for group in range(num_groups):
-        body, arrays = frames.encode_push(
-            [trajectory(group, r, num_tokens=num_tokens) for r in range(NUM_ROLLOUTS)]
-        )
-        socket.send_multipart([frames.encode_body(body), *arrays], copy=False)
-    socket.close()
-    context.term()
-
-
-def unacked(*, num_groups: int, num_tokens: int, num_nodes: int) -> float:
-    """Seconds until all of it has arrived through PUSH/PULL."""
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    pull = context.socket(zmq.PULL)
-    public, pull.curve_secretkey = zmq.curve_keypair()
-    pull.curve_publickey, pull.curve_server = public, True
-    address = f"tcp://127.0.0.1:{pull.bind_to_random_port('tcp://127.0.0.1')}"
-    nodes = [
-        SPAWN.Process(
-            target=push_all,
-            args=(address, public),
-            kwargs={"num_groups": num_groups // num_nodes, "num_tokens": num_tokens},
-        )
-        for _ in range(num_nodes)
-    ]
-    for node in nodes:
-        node.start()
-    pull.recv_multipart(copy=False)
-    started = time.perf_counter()  # start-up of the processes isn't measured
-    for _ in range(num_groups // num_nodes * num_nodes - 1):
-        pull.recv_multipart(copy=False)
-    seconds = time.perf_counter() - started
-    for node in nodes:
-        node.join()
-    pull.close()
-    context.term()
-    return seconds
 
 
 def serve(
@@ -122,6 +59,7 @@ def serve(
     cpu: "multiprocessing.Queue[float] | None" = None,
 ) -> None:
     """The buffer's process; tells its port, and at the end the CPU seconds of its service."""
+    keep_freed_memory(KEEP_BYTES)
     run = Run(root)
     config = BufferConfig(
         tasks={"bench": TaskShare(weight=1.0, train_size=1000)},
@@ -157,8 +95,7 @@ def node(
     go: Event,
     cpu: "multiprocessing.Queue[float]",
     *,
-    num_groups: int,
-    num_tokens: int,
+    shape: Shape,
 ) -> None:
     """One rollout node: leases groups and pushes them, several at once; tells its CPU seconds."""
 
@@ -171,8 +108,8 @@ def node(
             worker=worker,
             attempt=1,
         )
-        leases = (await client.lease(num_groups * NUM_ROLLOUTS)).leases
-        made = [trajectory(0, r, num_tokens=num_tokens) for r in range(NUM_ROLLOUTS)]
+        leases = (await client.lease(shape.share * NUM_ROLLOUTS)).leases
+        made = shape.group()
         while not go.is_set():
             await asyncio.sleep(0.01)
 
@@ -189,15 +126,8 @@ def node(
     asyncio.run(main())
 
 
-def durable(
-    directory: Path,
-    *,
-    num_groups: int,
-    num_tokens: int,
-    num_nodes: int,
-    cpu: dict[str, list[float]],
-) -> float:
-    """Seconds until every trajectory was acked; adds CPU seconds of server and nodes to `cpu`."""
+def durable(directory: Path, *, shape: Shape) -> Spent:
+    """Until every trajectory was acked."""
     run = Run(directory / "run")
     run.root.mkdir()
     make_keys(run)
@@ -212,32 +142,69 @@ def durable(
     )
     learner.announce(0, consumed=GroupIds(), filtered=0, step=0)
     go = SPAWN.Event()
-    share = num_groups // num_nodes
     nodes = [
         SPAWN.Process(
             target=node,
             args=(run.root, address, f"w{i}", go, node_cpu),
-            kwargs={"num_groups": share, "num_tokens": num_tokens},
+            kwargs={"shape": shape},
         )
-        for i in range(num_nodes)
+        for i in range(shape.num_nodes)
     ]
     for process in nodes:
         process.start()
-    while learner.status().leases < share * num_nodes:
+    total = shape.share * shape.num_nodes
+    while learner.status().leases < total:
         time.sleep(0.05)
     started = time.perf_counter()
     go.set()
+    spent = sum(node_cpu.get(timeout=600) for _ in nodes)
+    seconds = time.perf_counter() - started
     for process in nodes:
         process.join()
-    seconds = time.perf_counter() - started
-    taken = learner.take(share * num_nodes, timeout_seconds=60)
-    assert len(taken) == share * num_nodes
+    written = learner.status().stored_bytes
+    assert len(learner.take(total, timeout_seconds=60)) == total
     learner.finish("measured")
     learner.close()
-    cpu["server"].append(server_cpu.get(timeout=60))
-    cpu["nodes"].append(sum(node_cpu.get(timeout=60) for _ in nodes))
+    sides = (server_cpu.get(timeout=60), spent)
     server.join()
-    return seconds
+    return Spent(seconds=seconds, cpu=sides, written=written)
+
+
+def report(results: dict[str, list[Spent]], *, shape: Shape) -> None:
+    """The table, and what the cores allow."""
+    megabytes = shape.num_bytes / 1e6
+    rates = {n: statistics.median(megabytes / s.seconds for s in found)
+             for n, found in results.items()}  # fmt: skip
+    sides = {
+        name: [statistics.median(s.cpu[i] * 1e3 / megabytes for s in found) for i in (0, 1)]
+        for name, found in results.items()
+    }
+    print(f"{'path':<22}{'MB/s':>7}{'min-max':>12}{'groups/s':>10}{'of raw':>8}"
+          f"{'of pipe':>9}{'CPU ms/MB':>11}{'of nodes':>10}")  # fmt: skip
+    for name, found in results.items():
+        every = [megabytes / s.seconds for s in found]
+        rate = rates[name]
+        print(
+            f"{name:<22}{rate:>7.0f}{f'{min(every):.0f}-{max(every):.0f}':>12}"
+            f"{rate * shape.num_groups / megabytes:>10.1f}{rate / rates['raw']:>8.2f}"
+            f"{rate / rates['pipe, CURVE']:>9.2f}{sides[name][0]:>11.2f}{sides[name][1]:>10.2f}"
+        )
+    sent, written = results["frames, CURVE"][0].sent, results["buffer"][0].written
+    print(
+        f"bytes per token: {BYTES_PER_TOKEN} in arrays, "
+        f"{sent * BYTES_PER_TOKEN / shape.num_bytes:.2f} sent, "
+        f"{written * BYTES_PER_TOKEN / shape.num_bytes:.2f} written"
+    )
+    cores = cpu_count()
+    # Whoever receives these frames and writes them, and does nothing else, spends so much.
+    needed = sum(sides["frames, CURVE"]) + sides["raw"][0] * written / shape.num_bytes
+    spent = sum(sides["buffer"])
+    print(
+        f"{cores} cores for both sides allow {cores * 1e3 / needed:.0f} MB/s to whoever encrypts, "
+        f"sends, decrypts and writes these frames ({needed:.2f} ms/MB), and "
+        f"{cores * 1e3 / spent:.0f} to the buffer and its nodes ({spent:.2f} ms/MB); "
+        f"{rates['buffer'] * needed / cores / 1e3:.2f} of the former is reached"
+    )
 
 
 def main() -> None:
@@ -245,45 +212,38 @@ def main() -> None:
     parser.add_argument("--directory", type=Path, default=Path.cwd())
     parser.add_argument("--mib", type=int, default=512, help="bytes of arrays per round")
     parser.add_argument("--tokens", type=int, default=8000, help="tokens per trajectory")
+    parser.add_argument("--observed", type=float, default=0.0, help="share of observations")
     parser.add_argument("--nodes", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     given = parser.parse_args()
     group_bytes = NUM_ROLLOUTS * given.tokens * BYTES_PER_TOKEN
-    groups = max((given.mib << 20) // group_bytes // given.nodes, 1) * given.nodes
-    size = groups * group_bytes
-    results: dict[str, list[float]] = {
-        "raw write + fsync": [],
-        "PUSH/PULL, no ack": [],
-        "buffer": [],
+    shape = Shape(
+        num_groups=max((given.mib << 20) // group_bytes // given.nodes, 1) * given.nodes,
+        num_tokens=given.tokens,
+        num_nodes=given.nodes,
+        observed=given.observed,
+    )
+    keep_freed_memory(KEEP_BYTES)
+    paths: dict[str, Callable[[], Spent]] = {
+        "raw": lambda: fresh(given.directory, partial(raw, num_bytes=shape.num_bytes)),
+        "pipe": partial(pipe, shape=shape, curve=False, packed=False),
+        "pipe, CURVE": partial(pipe, shape=shape, curve=True, packed=False),
+        "frames, CURVE": partial(pipe, shape=shape, curve=True, packed=True),
+        "buffer": lambda: fresh(given.directory, partial(durable, shape=shape)),
     }
-    cpu: dict[str, list[float]] = {"server": [], "nodes": []}
+    results: dict[str, list[Spent]] = {name: [] for name in paths}
     for _ in range(given.rounds):
-        shape = {"num_groups": groups, "num_tokens": given.tokens, "num_nodes": given.nodes}
-        results["raw write + fsync"].append(
-            fresh(given.directory, partial(raw_limit, num_bytes=size))
-        )
-        results["PUSH/PULL, no ack"].append(unacked(**shape))
-        results["buffer"].append(fresh(given.directory, partial(durable, **shape, cpu=cpu)))
-    limit = statistics.median(results["raw write + fsync"])
-    pipe = statistics.median(results["PUSH/PULL, no ack"])
+        for name, measure in paths.items():
+            results[name].append(measure())
     print(
-        f"{groups} groups of {NUM_ROLLOUTS} x {given.tokens} tokens, {size / 1e6:.0f} MB, "
-        f"{given.nodes} nodes, {os.cpu_count()} cores, median of {given.rounds}"
+        f"{shape.num_groups} groups of {NUM_ROLLOUTS} x {given.tokens} tokens, "
+        f"{given.observed:.0%} observed, {shape.num_bytes / 1e6:.0f} MB, {given.nodes} nodes, "
+        f"{cpu_count()} cores, load {os.getloadavg()[0]:.1f}, median of {given.rounds}"
     )
-    print(f"{'path':<20}{'MB/s':>10}{'groups/s':>10}{'of raw':>8}{'of pipe':>9}")
-    for name, seconds in results.items():
-        median = statistics.median(seconds)
-        print(
-            f"{name:<20}{size / 1e6 / median:>10.0f}{groups / median:>10.1f}{limit / median:>8.2f}"
-            f"{pipe / median:>9.2f}"
-        )
-    shares = ", ".join(
-        f"{name} {statistics.median(seconds) * 1e9 / size:.2f}" for name, seconds in cpu.items()
-    )
-    print(f"CPU ms per MB of the buffer: {shares}")
+    report(results, shape=shape)
 
 
-def fresh(directory: Path, measure: Callable[[Path], float]) -> float:
+def fresh(directory: Path, measure: Callable[[Path], Spent]) -> Spent:
     """Measures in a directory of its own, removed afterwards."""
     place = Path(tempfile.mkdtemp(prefix="ingest-", dir=directory))
     try:

@@ -16,7 +16,8 @@ import time
 from pathlib import Path
 
 import numpy as np
-from ingest import SPAWN, serve, trajectory
+from ingest import serve
+from ingest_limits import SPAWN, trajectory
 
 from prorl_hpc.buffer.client import LearnerClient, RolloutClient
 from prorl_hpc.buffer.keys import load_client_keys, make_keys

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from prorl_hpc.buffer.shard import ARRAYS, OpenShard, shard_image, write_shard
+from prorl_hpc.buffer.image import shard_image, write_shard
+from prorl_hpc.buffer.shard import FLAT_ARRAYS, OpenShard
 from prorl_hpc.records import Kind, Trajectory
 
 
@@ -54,7 +55,7 @@ def measure(directory: Path, *, count: int, num_tokens: int) -> None:
     path = directory / "shard.h5"
     digest = write_shard(path, image=shard_image(made))
     maps: dict[str, np.ndarray] = {}
-    for name, dtype in ARRAYS:
+    for name, dtype in FLAT_ARRAYS:
         flat = np.concatenate([getattr(t, name) for t in made])
         flat.tofile(directory / name)
         maps[name] = np.memmap(directory / name, dtype=dtype, mode="r")
@@ -63,8 +64,8 @@ def measure(directory: Path, *, count: int, num_tokens: int) -> None:
         "sequential": np.arange(count),
         "random": np.random.default_rng(0).permutation(count),
     }
-    opening = seconds_of(lambda: OpenShard(path, number=1, sha256=digest).close())
-    shard = OpenShard(path, number=1, sha256=digest)
+    opening = seconds_of(lambda: OpenShard(path, number=1, digest=digest).close())
+    shard = OpenShard(path, number=1, digest=digest)
     print(f"{count} trajectories of {num_tokens} tokens, {size:.0f} MB, one shard")
     print(f"{'opening with digest':<28}{size / opening:>10.0f} MB/s")
     for name, order in orders.items():

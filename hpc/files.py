@@ -5,11 +5,16 @@ import errno
 import os
 import secrets
 import shutil
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import islice
 from pathlib import Path
 
 RENAME_EXCHANGE = 2
 """Flag of Linux' renameat2: both names change their places in one step."""
+
+MAX_VECTORS = 1024
+"""Parts per system call (IOV_MAX)."""
 
 ASSETS = ("recipes", "slurm_templates", "singularity")
 
@@ -30,6 +35,17 @@ def sync_file(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def write_all(descriptor: int, parts: Sequence[bytes | memoryview]) -> None:
+    """Writes all parts, one after another, without joining them first. Raises OSError."""
+    rest: deque[bytes | memoryview] = deque(part for part in parts if len(part))
+    while rest:
+        written = os.writev(descriptor, list(islice(rest, MAX_VECTORS)))
+        while rest and written >= len(rest[0]):
+            written -= len(rest.popleft())
+        if written:
+            rest[0] = memoryview(rest[0])[written:]
 
 
 def publish(path: Path, *, data: bytes, mode: int = 0o644) -> None:

@@ -67,7 +67,7 @@ def compose_data(overrides: Sequence[str], *, recipe_dir: Path | None = None) ->
         data = OmegaConf.to_container(config, resolve=True, throw_on_missing=True, enum_to_str=True)
     except MissingMandatoryValue as err:
         key = _full_key(str(err)) or str(err).rsplit(" ", 1)[-1]
-        raise RecipeError(f"{key} has no value; add {key}=... or set it in the recipe") from err
+        raise RecipeError(_valueless(key, config)) from err
     except (HydraException, OmegaConfBaseException) as err:
         raise _readable(err) from err
     except yaml.YAMLError as err:
@@ -78,6 +78,15 @@ def compose_data(overrides: Sequence[str], *, recipe_dir: Path | None = None) ->
     assert isinstance(data, dict)
     _name_site(data.get("site"), parsed)
     return {str(key): value for key, value in data.items()}
+
+
+def _valueless(key: str, config: DictConfig) -> str:
+    advice = f"{key} has no value; add {key}=... or set it in the recipe"
+    words = key.split(".")
+    if words[0] != "tasks" or words[2:] != ["kind"]:
+        return advice
+    others = [str(n) for n in config.tasks if not OmegaConf.is_missing(config.tasks[n], "kind")]
+    return f"{advice}; its tasks are called {', '.join(others)}" if others else advice
 
 
 def _name_site(site: object, parsed: Sequence[Override]) -> None:

@@ -10,7 +10,7 @@ from hpc.site import Placement, Site
 from prorl_hpc.choices import InferencePlacement
 from prorl_hpc.learner.host_memory import check_host_memory
 from prorl_hpc.learner.memory import check_memory, facts_for
-from prorl_hpc.recipe import Recipe, RecipeError
+from prorl_hpc.recipe import InferenceConfig, Recipe, RecipeError, RolloutConfig
 
 LEARNER_GRACE_SECONDS = 300
 """Warning before the learner's walltime: longer than a sharded checkpoint, plus 60 s."""
@@ -113,47 +113,38 @@ def _buffer(recipe: Recipe, site: Site, directory: Path, python: str) -> Job:
 
 
 def _rollout(recipe: Recipe, site: Site, directory: Path, python: str, *, after: str) -> Job:
-    wanted = recipe.rollout
-    resources = _resources(
-        site,
-        "rollout",
-        nodes=1,
-        array_size=wanted.nodes,
-        cpus=wanted.cpus_per_node,
-        memory_mib=wanted.memory_mib,
-        gpus=wanted.gpus_per_node,
-        minutes=wanted.walltime_minutes,
-        memory_key="rollout.memory_mib",
-    )
-    return Job(
-        name="rollout",
-        role="rollout",
-        command=(python, "-m", "prorl_hpc.rollout", "--run", str(directory)),
-        resources=resources,
-        array_size=wanted.nodes,
-        after=(after,),
-        grace_seconds=_grace(resources, GRACE_SECONDS),
-        environment=_threads(resources, 1),
-    )
+    return _array(recipe.rollout, "rollout", site, directory, python, after=after)
 
 
 def _inference(recipe: Recipe, site: Site, directory: Path, python: str, *, after: str) -> Job:
-    wanted = recipe.inference
+    return _array(recipe.inference, "inference", site, directory, python, after=after)
+
+
+def _array(
+    wanted: RolloutConfig | InferenceConfig,
+    role: str,
+    site: Site,
+    directory: Path,
+    python: str,
+    *,
+    after: str,
+) -> Job:
+    """A job array with a node per task, whose module and recipe section are named as its role."""
     resources = _resources(
         site,
-        "inference",
+        role,
         nodes=1,
         array_size=wanted.nodes,
         cpus=wanted.cpus_per_node,
         memory_mib=wanted.memory_mib,
         gpus=wanted.gpus_per_node,
         minutes=wanted.walltime_minutes,
-        memory_key="inference.memory_mib",
+        memory_key=f"{role}.memory_mib",
     )
     return Job(
-        name="inference",
-        role="inference",
-        command=(python, "-m", "prorl_hpc.inference", "--run", str(directory)),
+        name=role,
+        role=role,
+        command=(python, "-m", f"prorl_hpc.{role}", "--run", str(directory)),
         resources=resources,
         array_size=wanted.nodes,
         after=(after,),

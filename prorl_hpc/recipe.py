@@ -176,7 +176,7 @@ class TaskConfig:
     """One task of the mixture; its key in `tasks` is its name."""
 
     kind: str
-    """Registered kind: `logic`, `math`, `code`, `swe`, ..."""
+    """Registered kind: `logic`, `math`, `code`, `swe`, `cli`, `tools`, ..."""
     weight: float = 1.0
     data: str | None = None
     """Path of the user's data set (JSONL or Parquet), where the kind has one."""

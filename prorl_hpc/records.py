@@ -4,6 +4,7 @@ Legend of shapes: T tokens of one trajectory (prompt, completions and observatio
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -16,6 +17,10 @@ from hpc.errors import HpcError
 
 JSON = Any
 """A decoded JSON value of the user's data set; never inspected without decoding it first."""
+
+
+MAX_TOKEN_ID = (1 << 24) - 1
+"""Three bytes, on the wire and on disk."""
 
 
 class RecordError(HpcError, ValueError):
@@ -144,6 +149,10 @@ class Trajectory:
         sampled = self.versions[self.loss_mask == 1]
         return int(sampled.min()) if sampled.size else None
 
+    def sampled_only_by(self, version: int) -> bool:
+        """Whether no other policy version sampled a token of it."""
+        return bool((self.versions[self.loss_mask == 1] == version).all())
+
     def check(self) -> "Trajectory":
         """Returns itself; raises RecordError when a field breaks the contract."""
         name = f"trajectory {self.key}"
@@ -159,14 +168,22 @@ class Trajectory:
                     f"{label} of {name} is {array.dtype}{array.shape}; "
                     f"want {np.dtype(dtype)}[{length}]"
                 )
-        if length and (self.loss_mask.max() > 1 or self.tokens.min() < 0):
-            raise RecordError(f"{name} has a mask value above 1 or a negative token id")
+        if length and self.loss_mask.max() > 1:
+            raise RecordError(f"{name} has a mask value above 1")
+        # Seen without its sign, a negative number is a large one.
+        if length and self.tokens.view(np.uint32).max() > MAX_TOKEN_ID:
+            raise RecordError(f"{name} has a negative token id, or one above {MAX_TOKEN_ID}")
         check_reward(self.reward, outcome=self.outcome, name=name)
-        for label, value in self.components.items():
-            # JSON has no such number: the shard could be written and not be read again.
-            if not math.isfinite(value):
-                raise RecordError(f"component {label}={value!r} of {name} is not finite")
+        check_components(self.components, name=name)
         return self
+
+
+def check_components(components: Mapping[str, float], *, name: str) -> None:
+    """Raises RecordError for one that is no finite number."""
+    for label, value in components.items():
+        # JSON has no such number: the shard could be written and not be read again.
+        if not math.isfinite(value):
+            raise RecordError(f"component {label}={value!r} of {name} is not finite")
 
 
 def check_reward(reward: object, *, outcome: Outcome, name: str) -> None:

@@ -22,7 +22,14 @@ from prorl_hpc.agents.render import (
     stop_ids,
 )
 from prorl_hpc.environment.base import Environment, EnvironmentSpec
-from prorl_hpc.inference.engine import Completion, Engine, EngineError, Sampling
+from prorl_hpc.inference.engine import (
+    Completion,
+    Engine,
+    EngineError,
+    Sampling,
+    Watch,
+    put_together,
+)
 from prorl_hpc.records import Message
 
 
@@ -147,29 +154,37 @@ class Conversation:
         return self.text
 
     async def sample(
-        self, prompt_ids: tuple[int, ...], *, max_new_tokens: int | None = None
+        self,
+        prompt_ids: tuple[int, ...],
+        *,
+        max_new_tokens: int | None = None,
+        watch: Watch | None = None,
     ) -> Completion:
         """One answer to any prompt, as the next turn; what becomes of it is the caller's affair.
 
-        `max_new_tokens` can only lower the limit. The prompt must leave room. Raises EngineError.
+        `max_new_tokens` can only lower the limit. `watch` gets the answer's ids, all of them, each
+        time that there are more. The prompt must leave room. Raises EngineError.
         """
         turn, self.turns = self.turns, self.turns + 1
         most = self.limits.max_new_tokens
         if max_new_tokens is not None:
             most = min(most, max_new_tokens)
-        completion = await self._engine.generate(
-            prompt_ids,
-            sampling=Sampling(
-                temperature=self._sampling.temperature,
-                max_new_tokens=min(self.limits.context_tokens - len(prompt_ids), most),
-                stop_token_ids=self.stops,
-                top_p=self._sampling.top_p,
-                top_k=self._sampling.top_k,
-                policy_version=self._sampling.policy_version,
-                seed=derive_seed(self._seed, self.rollout_index, turn),
-            ),
-            affinity=self._affinity,
+        sampling = Sampling(
+            temperature=self._sampling.temperature,
+            max_new_tokens=min(self.limits.context_tokens - len(prompt_ids), most),
+            stop_token_ids=self.stops,
+            top_p=self._sampling.top_p,
+            top_k=self._sampling.top_k,
+            policy_version=self._sampling.policy_version,
+            seed=derive_seed(self._seed, self.rollout_index, turn),
         )
+        if watch is None:
+            completion = await self._engine.generate(
+                prompt_ids, sampling=sampling, affinity=self._affinity
+            )
+        else:
+            stream = self._engine.stream(prompt_ids, sampling=sampling, affinity=self._affinity)
+            completion = await put_together(stream, watch)
         if completion.finish_reason == "abort":
             raise EngineError("the engine gave up an answer (finish reason `abort`)")
         return completion

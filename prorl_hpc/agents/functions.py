@@ -11,11 +11,13 @@ from typing import Protocol
 
 from prorl_hpc.agents.episode import Conversation
 from prorl_hpc.agents.render import ObservationRenderer, ToolSchema
-from prorl_hpc.agents.tools import Call, split_answer
+from prorl_hpc.agents.tools import Call, calls_in, split_answer
 from prorl_hpc.environment.base import Environment
 from prorl_hpc.records import Message
 
 MAX_OBSERVATION_CHARACTERS = 16_000
+MAX_CALLS = 64
+"""Of one answer of `work`; more of them aren't made."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,6 +89,36 @@ class FunctionCalls:
                 steps[-1] = dataclasses.replace(step, results=tuple(results))
             assert self._render is not None, "rows with tools are refused for such an agent"
             conversation.observe(results, render=self._render)
+
+    async def work(
+        self, conversation: Conversation, *, messages: Sequence[Message], functions: Functions
+    ) -> None:
+        """Like `converse`, for policies that may mend what they got wrong.
+
+        A call that can't be read has an observation too; what is thought isn't called.
+        """
+        assert self._render is not None, "tasks refuse an agent that calls nothing"
+        conversation.begin(messages, tools=functions.schemas)
+        while not conversation.over:
+            calls = calls_in(said(await conversation.answer()))
+            if not calls or conversation.over:
+                return
+            results = [
+                f"This call can't be read: {call}"
+                if isinstance(call, str)
+                else shortened(await functions.call(call))
+                for call in calls[:MAX_CALLS]
+            ]
+            if len(calls) > MAX_CALLS:
+                results.append(f"Only the first {MAX_CALLS} calls of an answer are made.")
+            conversation.observe(results, render=self._render)
+
+
+def said(answer: str) -> str:
+    """What stands behind the last `</think>`; nothing while the policy is still thinking."""
+    if "</think>" in answer:
+        return answer.rpartition("</think>")[2]
+    return "" if "<think>" in answer else answer
 
 
 def read_step(answer: str) -> Step:

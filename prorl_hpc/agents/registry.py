@@ -12,17 +12,18 @@ from prorl_hpc.agents.tools import TOOLS, Tools
 from prorl_hpc.choices import AgentKind
 from prorl_hpc.recipe import TaskConfig
 
-SESSIONS = "nemo_gym"
-"""Kind of the tasks whose functions come with each instance."""
+SESSIONS = ("nemo_gym", "tools")
+"""Kinds of the tasks whose functions come with each instance."""
 
 
-def make_agent(config: TaskConfig, *, tokenizer: Any) -> Agent:
-    """Raises TokenizerError when the chat template can't carry the agent's observations."""
-    if config.options.get("replay"):
-        from prorl_hpc.tasks.swe.rehearse import make_rehearsal
+def make_agent(config: TaskConfig, *, tokenizer: Any, task: object = None) -> Agent:
+    """Raises TokenizerError when the chat template can't carry the agent's observations.
 
-        return make_rehearsal(config, tokenizer=tokenizer)
-    if config.kind == SESSIONS:
+    `task` is asked for its solutions, where the recipe replays them.
+    """
+    if config.options.get("replay") and config.kind not in SESSIONS:
+        return _make_replay(config, tokenizer=tokenizer, task=task)
+    if config.kind in SESSIONS:
         tools = config.agent is AgentKind.tools
         return FunctionCalls(
             observation_renderer(tokenizer, role="tool", tools=TOOLS) if tools else None
@@ -34,3 +35,13 @@ def make_agent(config: TaskConfig, *, tokenizer: Any) -> Agent:
     if config.agent is AgentKind.harness:
         return Harness(config.harness, tokenizer=tokenizer)
     return SingleTurn()
+
+
+def _make_replay(config: TaskConfig, *, tokenizer: Any, task: object) -> Agent:
+    if config.kind == "cli":
+        from prorl_hpc.tasks.cli.rehearse import make_cli_rehearsal
+
+        return make_cli_rehearsal(config, task=task)
+    from prorl_hpc.tasks.swe.rehearse import make_rehearsal
+
+    return make_rehearsal(config, tokenizer=tokenizer)

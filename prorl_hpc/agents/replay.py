@@ -100,21 +100,34 @@ def gold_script(patch: bytes, directory: str) -> Script:
     return [(PATCH_PATH, patch), apply, f"rm -f {PATCH_PATH}"]
 
 
+Gold = Callable[[Sequence[Message]], Script]
+"""A prompt -> the script that solves it."""
+
+
 def make_replay(
     policy: Policy, *, golds: Mapping[str, bytes], directory: str,
     render: ObservationRenderer | None = None,
 ) -> Replay:  # fmt: skip
     """`golds`: the gold patch by the text of an instance's last message."""
+    return replay_scripts(
+        policy, gold=lambda messages: gold_script(golds[messages[-1].content], directory),
+        directory=directory, render=render,
+    )  # fmt: skip
+
+
+def replay_scripts(
+    policy: Policy, *, gold: Gold, directory: str, render: ObservationRenderer | None = None
+) -> Replay:
+    """Any gold script; attacks begin in `directory`."""
     turns: dict[str, Iterator[int]] = {}
 
     def scripts(messages: Sequence[Message], rollout_index: int) -> Script:
-        text = messages[-1].content
         if policy is Policy.destructive:
             attacks = list(DESTRUCTIVE.values())
-            turn = next(turns.setdefault(text, itertools.count()))
+            turn = next(turns.setdefault(messages[-1].content, itertools.count()))
             return [f"cd {shlex.quote(directory)}", attacks[turn % len(attacks)]]
         if policy is Policy.empty or (policy is Policy.mixed and rollout_index % 2):
             return []
-        return gold_script(golds[text], directory)
+        return gold(messages)
 
     return Replay(scripts, render=render)

@@ -41,7 +41,11 @@ TOOLS: tuple[ToolSchema, ...] = (
 
 NO_CALL = "Your answer calls no tool. Call `bash` with a command, or `submit` when you are done."
 
-_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+# blanks inside are left to the decoder: a pattern for them takes the square of their number
+_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+
+CALL_TAG = "<tool_call>"
+"""What begins a call."""
 
 
 class Call(msgspec.Struct, frozen=True):

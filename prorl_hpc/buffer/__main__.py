@@ -15,10 +15,11 @@ import msgspec
 from hpc import endpoints
 from hpc.allocation import Allocation, StopFlag
 from hpc.errors import EXIT_CONTINUE, EXIT_DONE, EXIT_USER, UserError
+from hpc.memory import keep_freed_memory
 from prorl_hpc.buffer.keys import load_server_keys
 from prorl_hpc.buffer.manifest import Superseded
 from prorl_hpc.buffer.messages import StatusReply
-from prorl_hpc.buffer.server import BufferServer, Ended
+from prorl_hpc.buffer.server import KEEP_BYTES, BufferServer, Ended
 from prorl_hpc.buffer.service import Service
 from prorl_hpc.buffer.settings import config_from_recipe, server_from_recipe
 from prorl_hpc.recipe import Recipe, load_recipe
@@ -68,6 +69,7 @@ def train_size_of(recipe: Recipe, name: str) -> int:
 
 def serve(run: Run, *, allocation: Allocation) -> Ended:
     """Runs the buffer until it ends."""
+    keep_freed_memory(KEEP_BYTES)
     recipe = load_recipe(run.recipe)
     keys = load_server_keys(run)
     stop = StopFlag.of(allocation).install()

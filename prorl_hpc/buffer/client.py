@@ -162,8 +162,9 @@ class RolloutClient:
         bad trajectory before anything is sent, and BufferGone when nobody answers.
         """
         batches = list(_batches(trajectories))
-        for trajectory in trajectories:
-            trajectory.check()
+        if len(batches) > 1:  # each is checked when its turn comes, but by then others are sent
+            for trajectory in trajectories:
+                trajectory.check()
         results = await asyncio.gather(*(self._push(batch) for batch in batches))
         return {key: result for part in results for key, result in part.items()}
 
@@ -176,13 +177,16 @@ class RolloutClient:
 
         One that is to be tried again least of all: claimed on, nobody else would get it.
         """
-        done = set(keys)
-        for lease_id, claim in list(self._claims.items()):
-            left = tuple(r for r in claim.rollouts if (claim.group_id, r) not in done)
+        done: dict[int, set[int]] = {}
+        for group_id, rollout in keys:
+            done.setdefault(group_id, set()).add(rollout)
+        touched = [claim for claim in self._claims.values() if claim.group_id in done]
+        for claim in touched:
+            left = tuple(r for r in claim.rollouts if r not in done[claim.group_id])
             if not left:
-                del self._claims[lease_id]
+                del self._claims[claim.lease_id]
             elif left != claim.rollouts:
-                self._claims[lease_id] = msgspec.structs.replace(claim, rollouts=left)
+                self._claims[claim.lease_id] = msgspec.structs.replace(claim, rollouts=left)
 
     async def _push(self, batch: list[Trajectory]) -> dict[tuple[int, int], PushResult]:
         async with self._credit.take(sum(t.num_bytes for t in batch)):

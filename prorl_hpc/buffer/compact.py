@@ -7,8 +7,9 @@ times and not once per merge; and the merged shard is made. When it counts is th
 from collections.abc import Sequence
 from contextlib import closing
 
+from prorl_hpc.buffer.image import shard_image, write_shard
 from prorl_hpc.buffer.manifest import Merged, Shard
-from prorl_hpc.buffer.shard import OpenShard, shard_image, write_shard
+from prorl_hpc.buffer.shard import OpenShard
 from prorl_hpc.run import Run
 
 FAN_IN = 16
@@ -60,13 +61,13 @@ def merge(run: Run, sources: Sequence[Shard], *, number: int) -> Merged:
 
     Raises ShardDamaged for a source, and OSError with nothing left behind.
     """
-    trajectories = []
+    parcels = []
     for line in sources:
         with closing(
-            OpenShard(run.shard(line.number), number=line.number, sha256=line.sha256)
+            OpenShard(run.shard(line.number), number=line.number, digest=line.checksum)
         ) as s:
-            trajectories += [s.read(row) for row in range(len(line.rows))]
-    image = shard_image(trajectories)
+            parcels += [s.parcel(row) for row in range(len(line.rows))]
+    image = shard_image(parcels)
     path = run.shard(number)
     path.unlink(missing_ok=True)  # the remains of a failed try
     digest = write_shard(path, image=image)
@@ -76,7 +77,7 @@ def merge(run: Run, sources: Sequence[Shard], *, number: int) -> Merged:
         first += len(line.rows)
     return Merged(
         number=number,
-        sha256=digest,
+        digest=digest,
         num_bytes=image.num_bytes,
         rows=tuple(row for line in sources for row in line.rows),
         sources=tuple(starts),

@@ -11,7 +11,7 @@ from enum import StrEnum
 
 from prorl_hpc.buffer.book import SUPERSEDED, GroupBook
 from prorl_hpc.buffer.curriculum import SOLVED
-from prorl_hpc.buffer.groups import Location, OpenGroup, SlotState, reference
+from prorl_hpc.buffer.groups import Attempted, Location, OpenGroup, SlotState, reference
 from prorl_hpc.buffer.manifest import Closed, Dropped, Validation
 from prorl_hpc.buffer.messages import (
     VALIDATION_BASE,
@@ -21,7 +21,7 @@ from prorl_hpc.buffer.messages import (
     ValidationReply,
 )
 from prorl_hpc.buffer.mixture import group_seed
-from prorl_hpc.records import Kind, Lease, Trajectory
+from prorl_hpc.records import Kind, Lease
 
 GRACE_SECONDS = 5.0
 """A younger lease isn't missed in a heartbeat: its reply may still be on its way."""
@@ -96,7 +96,7 @@ class Dispatcher(GroupBook):
         for held in self.leases.of(worker):
             self._end_lease(held.lease_id, now=now, avoid=False)
 
-    def admit(self, t: Trajectory, *, now: float) -> Admission:
+    def admit(self, t: Attempted, *, now: float) -> Admission:
         """Decides on a pushed trajectory; with `accept`, its slot waits for `stored`."""
         group = self.open.get(t.group_id) or self._open_late(t.group_id)
         if group is None or not 0 <= t.rollout_index < group.num_rollouts:
@@ -305,7 +305,7 @@ class Dispatcher(GroupBook):
             context_tokens=group.context_tokens,
         )
 
-    def _retry(self, group: OpenGroup, t: Trajectory, *, now: float) -> bool:
+    def _retry(self, group: OpenGroup, t: Attempted, *, now: float) -> bool:
         """Notes an infrastructure failure; whether the rollout is to be tried again."""
         self.counters[f"failure/{t.task}"] += 1
         said = RANDOM_NAME.sub("*", t.detail or t.finish_reason)
@@ -332,7 +332,7 @@ class Dispatcher(GroupBook):
         for lease_id in group.lease_ids:
             self._end_lease(lease_id, now=now)
 
-    def _too_late(self, t: Trajectory) -> Admission:
+    def _too_late(self, t: Attempted) -> Admission:
         line = self.closed.get(t.group_id) or self._closing.get(t.group_id)
         if isinstance(line, Closed) and any(r[0] == t.rollout_index for r in line.rollouts):
             self.counters["duplicate"] += 1

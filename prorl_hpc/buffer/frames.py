@@ -1,11 +1,14 @@
 """Messages to frames and back. Knows bytes, no socket.
 
-Layout of a multipart message: `[envelope, body, tokens, logprobs, loss_mask, versions]`; the last
-four only with a `Push`: the arrays of all its rows, one after another, little-endian.
+Layout of a multipart message: `[envelope, body]`, and with a `Push` `[envelope, body, runs,
+tokens, logprobs, tokens, logprobs, ...]`: the runs of all its rows, then a pair of frames for each
+block of rows (see `parcel` for what they hold; in `tokens`, all low halves come before the high
+bytes). Little-endian. Frames are kept small enough for a processor's cache: each is copied,
+encrypted, authenticated, decrypted and hashed as a whole.
 """
 
-from collections.abc import Sequence
-from typing import TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -20,10 +23,15 @@ from prorl_hpc.buffer.messages import (
     Row,
     WireError,
 )
-from prorl_hpc.records import Kind, Outcome, RecordError, Trajectory
+from prorl_hpc.buffer.parcel import BYTES_PER_TOKEN, RUN, Block, Parcel, join_arrays, pack
+from prorl_hpc.records import Kind, Outcome, RecordError, Trajectory, check_components, check_reward
 
 Frame = bytes | memoryview
-ARRAYS = (("tokens", "<i4"), ("logprobs", "<f4"), ("loss_mask", "u1"), ("versions", "<i4"))
+
+BLOCK_BYTES = 256 << 10
+"""A frame has about so many bytes; a longer trajectory has one of its own."""
+
+LOW, LOGPROB = np.dtype("<u2"), np.dtype("<f4")
 
 _encoder = msgspec.msgpack.Encoder()
 _envelopes = msgspec.msgpack.Decoder(Envelope)
@@ -66,82 +74,121 @@ def decode_reply(frame: Frame) -> AnyReply:
 def encode_push(trajectories: Sequence[Trajectory]) -> tuple[Push, list[Frame]]:
     """Body and array frames of one push. Raises RecordError for a bad trajectory.
 
-    The frames of a single trajectory are its own memory: don't write to it before the ack.
+    Frames may be a trajectory's own memory: don't write to it before the ack.
     """
-    rows = tuple(_row(t.check()) for t in trajectories)
-    arrays: list[Frame] = []
-    for name, dtype in ARRAYS:
-        parts = [getattr(t, name) for t in trajectories]
-        flat = np.concatenate(parts) if len(parts) != 1 else parts[0]
-        arrays.append(np.ascontiguousarray(flat, dtype=dtype).view(np.uint8).data)
-    return Push(rows=rows), arrays
+    return encode_parcels([pack(t.check()) for t in trajectories])
 
 
-def decode_push(push: Push, frames: Sequence[Frame]) -> list[Trajectory]:
-    """Trajectories over the frames' memory. Raises WireError when frames and rows disagree."""
-    if len(frames) != len(ARRAYS):
-        raise WireError(f"push with {len(frames)} array frames; want {len(ARRAYS)}")
-    total = sum(row.length for row in push.rows)
-    arrays: list[NDArray[np.generic]] = []
-    for (name, dtype), frame in zip(ARRAYS, frames, strict=True):
-        size = len(frame)
-        if size != total * np.dtype(dtype).itemsize or any(row.length < 0 for row in push.rows):
-            raise WireError(f"frame {name} of a push has {size} bytes for {total} tokens")
-        arrays.append(np.frombuffer(frame, dtype=dtype))
-    trajectories, start = [], 0
-    for row in push.rows:
-        part = slice(start, start + row.length)
-        start += row.length
-        trajectories.append(_trajectory(row, [a[part] for a in arrays]))
-    return trajectories
+def encode_parcels(parcels: Sequence[Parcel]) -> tuple[Push, list[Frame]]:
+    """Body and array frames of one push of trajectories that were checked."""
+    blocks = list(_blocks(parcels))
+    arrays: list[Frame] = [join_arrays(p.runs for p in parcels)]
+    for block in blocks:
+        arrays.append(join_arrays([*(p.low for p in block), *(p.high for p in block)]))
+        arrays.append(join_arrays(p.logprobs for p in block))
+    rows = tuple(p.row for p in parcels)
+    return Push(rows=rows, blocks=tuple(len(block) for block in blocks)), arrays
 
 
-def _row(t: Trajectory) -> Row:
-    return Row(
-        group_id=t.group_id,
-        rollout_index=t.rollout_index,
-        kind=t.kind.value,
-        task=t.task,
-        instance_id=t.instance_id,
-        length=int(t.tokens.shape[0]),
-        reward=None if t.reward is None else float(t.reward),
-        components=t.components,
-        outcome=t.outcome.value,
-        finish_reason=t.finish_reason,
-        timings=t.timings,
-        isolation=t.isolation,
-        worker=t.worker,
-        attempt=t.attempt,
-        # Names that a sandbox chose may stand in it, and needn't be text.
-        detail=t.detail.encode("utf-8", "replace").decode(),
+def decode_push(push: Push, frames: Sequence[Frame]) -> list[Parcel]:
+    """Parcels over the frames' memory. Raises WireError when frames and rows disagree."""
+    rows, sizes = push.rows, push.blocks
+    if len(frames) != 1 + 2 * len(sizes):
+        raise WireError(f"push with {len(frames)} array frames; want {1 + 2 * len(sizes)}")
+    if sum(sizes) != len(rows) or any(size < 1 for size in sizes):
+        raise WireError(f"push of {len(rows)} rows in blocks of {sizes[:8]}: a frame is missing")
+    if any(row.length < 0 or row.num_logprobs < 0 or row.num_runs < 0 for row in rows):
+        raise WireError("push with a negative number of elements in a frame")
+    runs = _array("runs", RUN, frames[0], sum(row.num_runs for row in rows))
+    check_runs(rows, runs)
+    parcels: list[Parcel] = []
+    first_run = 0
+    for index, size in enumerate(sizes):
+        members = rows[len(parcels) : len(parcels) + size]
+        block = _block(members, frames[1 + 2 * index], frames[2 + 2 * index])
+        first = first_logprob = 0
+        for row in members:
+            last, last_logprob = first + row.length, first_logprob + row.num_logprobs
+            last_run = first_run + row.num_runs
+            kind, outcome = _checked(row)
+            parcels.append(
+                Parcel(
+                    row=row,
+                    kind=kind,
+                    outcome=outcome,
+                    low=block.low[first:last],
+                    high=block.high[first:last],
+                    logprobs=block.logprobs[first_logprob:last_logprob],
+                    runs=runs[first_run:last_run],
+                    block=block,
+                )
+            )
+            first, first_logprob, first_run = last, last_logprob, last_run
+    return parcels
+
+
+def check_runs(rows: Sequence[Row], runs: NDArray[np.void]) -> None:
+    """Raises WireError unless the runs cover each row exactly, and its log-probabilities fit."""
+    lengths = runs["length"].astype(np.int64)
+    if runs.shape[0] and (runs["loss_mask"].max() > 1 or lengths.min() < 1):
+        raise WireError("frame runs of a push has an empty run, or a mask value above 1")
+    # Sums up to each row's end: the differences are the rows' own.
+    ends = np.cumsum([0, *(row.num_runs for row in rows)])
+    tokens = np.diff(np.concatenate(([0], np.cumsum(lengths)))[ends])
+    sampled = np.cumsum(np.where(runs["loss_mask"] == 1, lengths, 0))
+    samples = np.diff(np.concatenate(([0], sampled))[ends])
+    for row, length, num_sampled in zip(rows, tokens.tolist(), samples.tolist(), strict=True):
+        if row.length != length:
+            raise WireError(
+                f"frame runs of a push: runs of ({row.group_id}, {row.rollout_index}) cover "
+                f"{length} tokens of {row.length}"
+            )
+        if row.num_logprobs not in (length, num_sampled):
+            raise WireError(
+                f"frame logprobs of a push: ({row.group_id}, {row.rollout_index}) has "
+                f"{row.num_logprobs} for {num_sampled} sampled tokens of {length}"
+            )
+
+
+def _blocks(parcels: Sequence[Parcel]) -> Iterator[list[Parcel]]:
+    block: list[Parcel] = []
+    size = 0
+    for parcel in parcels:
+        if block and size + 4 * parcel.row.length > BLOCK_BYTES:
+            yield block
+            block, size = [], 0
+        block.append(parcel)
+        size += 4 * parcel.row.length
+    if block:
+        yield block
+
+
+def _array(name: str, dtype: np.dtype[Any], frame: Frame, count: int) -> NDArray[Any]:
+    if len(frame) != count * dtype.itemsize:
+        raise WireError(f"frame {name} of a push has {len(frame)} bytes for {count} elements")
+    return np.frombuffer(frame, dtype=dtype)
+
+
+def _block(rows: Sequence[Row], tokens: Frame, logprobs: Frame) -> Block:
+    total = sum(row.length for row in rows)
+    flat = _array("tokens", np.dtype("u1"), tokens, BYTES_PER_TOKEN * total)
+    return Block(
+        num_rows=len(rows),
+        low=flat[: 2 * total].view(LOW),
+        high=flat[2 * total :],
+        logprobs=_array("logprobs", LOGPROB, logprobs, sum(row.num_logprobs for row in rows)),
     )
 
 
-def _trajectory(row: Row, arrays: list[NDArray[np.generic]]) -> Trajectory:
-    tokens, logprobs, loss_mask, versions = arrays
+def _checked(row: Row) -> tuple[Kind, Outcome]:
     try:
-        return Trajectory(
-            group_id=row.group_id,
-            rollout_index=row.rollout_index,
-            kind=Kind(row.kind),
-            task=row.task,
-            instance_id=row.instance_id,
-            tokens=tokens.astype(np.int32, copy=False),
-            loss_mask=loss_mask.astype(np.uint8, copy=False),
-            logprobs=logprobs.astype(np.float32, copy=False),
-            versions=versions.astype(np.int32, copy=False),
-            reward=row.reward,
-            components=row.components,
-            outcome=Outcome(row.outcome),
-            finish_reason=row.finish_reason,
-            timings=row.timings,
-            isolation=row.isolation,
-            worker=row.worker,
-            attempt=row.attempt,
-            detail=row.detail,
-        ).check()
+        name = f"trajectory ({row.group_id}, {row.rollout_index})"
+        kind, outcome = Kind(row.kind), Outcome(row.outcome)
+        check_reward(row.reward, outcome=outcome, name=name)
+        check_components(row.components, name=name)
     except (RecordError, ValueError) as err:
         raise WireError(f"push of ({row.group_id}, {row.rollout_index}): {err}") from err
+    return kind, outcome
 
 
 def _decode(decoder: "msgspec.msgpack.Decoder[_T]", frame: Frame) -> _T:

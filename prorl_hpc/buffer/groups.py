@@ -6,10 +6,14 @@ from enum import StrEnum
 
 from prorl_hpc.buffer.manifest import Closed, Moves
 from prorl_hpc.buffer.messages import GroupRef
+from prorl_hpc.buffer.parcel import Parcel
 from prorl_hpc.records import Kind, Trajectory
 
 Location = tuple[int, int]
 """(shard, row)."""
+
+Attempted = Trajectory | Parcel
+"""What decides on groups: the arrays' form doesn't matter to it."""
 
 
 class SlotState(StrEnum):
@@ -112,14 +116,14 @@ class OpenGroup:
             slot = self.slots[index]
             slot.state, slot.lease_id = SlotState.leased, lease_id
 
-    def fits(self, t: Trajectory) -> bool:
+    def fits(self, t: Attempted) -> bool:
         """Whether the trajectory is what a lease of this group asks for."""
         if t.task != self.task or t.kind is not self.kind:
             return False
         if self.one_instance and self.instance_id not in ("", t.instance_id):
             return False
         pinned = self.policy_version
-        return pinned is None or bool((t.versions[t.loss_mask == 1] == pinned).all())
+        return pinned is None or t.sampled_only_by(pinned)
 
     def lose_shard(self, shard: int) -> int:
         """What lay in that shard is missing again; how many rollouts that are."""

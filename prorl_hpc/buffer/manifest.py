@@ -14,7 +14,8 @@ from hpc.errors import HpcError, UserError
 from hpc.files import sync_directory
 from prorl_hpc.records import Kind
 
-FORMAT = 1
+FORMAT = 2
+"""2: the digest of a shard names its algorithm. Lines of format 1 are read."""
 
 
 class ManifestError(UserError, ValueError):
@@ -40,17 +41,25 @@ class Owner(Line, frozen=True, kw_only=True):
     host: str
 
 
-class Shard(Line, frozen=True, kw_only=True):
+class Shard(Line, frozen=True, kw_only=True, omit_defaults=True):
     """A sealed shard."""
 
     number: int
-    sha256: str
+    digest: str = ""
+    """With its algorithm; see `digest`."""
+    sha256: str = ""
+    """Instead of it, in lines of format 1."""
     num_bytes: int
     rows: tuple[tuple[int, int, bool], ...]
     """(group, rollout index, usable) of each row."""
 
+    @property
+    def checksum(self) -> str:
+        """The digest that its bytes must have."""
+        return self.digest or f"sha256:{self.sha256}"
 
-class Merged(Shard, frozen=True, kw_only=True):
+
+class Merged(Shard, frozen=True, kw_only=True, omit_defaults=True):
     """A shard with all rows of small ones, which don't count from here on."""
 
     sources: tuple[tuple[int, int], ...]

@@ -1,7 +1,7 @@
 """What buffer, rollout nodes and learner say to each other. Knows no socket and no file.
 
-Every message is one msgpack struct of a tagged union behind an `Envelope`; trajectories add four
-raw array frames (see `frames`). docs/protocol.md is the prose of this file.
+Every message is one msgpack struct of a tagged union behind an `Envelope`; trajectories add raw
+array frames (see `frames`). docs/protocol.md is the prose of this file.
 """
 
 from collections.abc import Iterable, Iterator
@@ -12,7 +12,7 @@ import msgspec
 from hpc.errors import HpcError
 from prorl_hpc.records import Kind, Lease
 
-FORMAT = 1
+FORMAT = 2
 """Format number of the wire; either side refuses another one."""
 
 VALIDATION_BASE = 1 << 40
@@ -135,7 +135,7 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """One trajectory of a push without its arrays, of which `length` elements each are its own."""
+    """One trajectory of a push without its arrays."""
 
     group_id: int
     rollout_index: int
@@ -143,6 +143,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     task: str
     instance_id: str
     length: int
+    """Tokens."""
     reward: float | None
     components: dict[str, float]
     outcome: str
@@ -152,6 +153,10 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     worker: str
     attempt: int
     detail: str
+    num_logprobs: int = 0
+    """Those of the sampled tokens, or `length`."""
+    num_runs: int = 0
+    """How often mask or version change in it, and one."""
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag=True):
@@ -183,9 +188,11 @@ class Heartbeat(Request, frozen=True, kw_only=True):
 
 
 class Push(Request, frozen=True, kw_only=True):
-    """Rollout node: finished trajectories; four array frames follow."""
+    """Rollout node: finished trajectories; array frames follow."""
 
     rows: tuple[Row, ...]
+    blocks: tuple[int, ...] = ()
+    """How many rows each pair of array frames (tokens, logprobs) holds."""
 
 
 class Announce(Request, frozen=True, kw_only=True):

@@ -59,7 +59,7 @@ class GroupReader:
             raise ShardDamaged(
                 f"shard {number} is not in {self._run.manifest} (or was quarantined)", shard=number
             )
-        shard = OpenShard(self._run.shard(number), number=number, sha256=line.sha256)
+        shard = OpenShard(self._run.shard(number), number=number, digest=line.checksum)
         self._open[number] = shard
         while len(self._open) > MAX_OPEN_SHARDS:
             self._open.popitem(last=False)[1].close()

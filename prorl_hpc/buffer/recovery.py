@@ -3,7 +3,6 @@
 Knows files and the manifest; what the facts mean for groups is the dispatcher's business.
 """
 
-import hashlib
 import logging
 import secrets
 import socket
@@ -11,6 +10,7 @@ from contextlib import closing
 from dataclasses import dataclass
 
 from hpc.files import sync_directory
+from prorl_hpc.buffer.digest import file_digest
 from prorl_hpc.buffer.manifest import (
     FORMAT,
     Line,
@@ -101,9 +101,9 @@ def _damaged(run: Run, shards: dict[int, Shard]) -> dict[int, str]:
                 continue
             if budget > 0:
                 budget -= size
-                with path.open("rb") as stream:
-                    if hashlib.file_digest(stream, "sha256").hexdigest() != line.sha256:
-                        reasons[number] = f"{path} differs from its sha256 in the manifest"
+                with path.open("rb", buffering=0) as stream:
+                    if file_digest(stream, like=line.checksum) != line.checksum:
+                        reasons[number] = f"{path} differs from its digest in the manifest"
         except OSError as err:
             reasons[number] = f"{path}: {err.strerror}"
     return reasons

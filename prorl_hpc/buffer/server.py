@@ -44,6 +44,8 @@ log = logging.getLogger(__name__)
 
 POLL_MILLISECONDS = 100
 MAX_IO_THREADS = 4
+KEEP_BYTES = 256 << 20
+"""Freed memory that the buffer's process keeps for the next messages."""
 FAREWELL_SECONDS = 30.0
 """How long the buffer stays up after the run's end for nodes that haven't heard of it."""
 

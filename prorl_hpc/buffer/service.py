@@ -242,18 +242,18 @@ class Service:
         if self.store.pending_bytes > self._max_pending_bytes:
             self.counters["back_pressure"] += 1
             return self._send(address, Busy(reason="the disk is behind", retry_seconds=0.1))
-        trajectories = frames.decode_push(body, arrays)
-        wait = _PushWait(address=address, peer=peer, keys=[t.key for t in trajectories], results={})
+        parcels = frames.decode_push(body, arrays)
+        wait = _PushWait(address=address, peer=peer, keys=[p.key for p in parcels], results={})
         accepted = []
-        for trajectory in trajectories:
-            admission = self.dispatcher.admit(trajectory, now=self._now())
+        for parcel in parcels:
+            admission = self.dispatcher.admit(parcel, now=self._now())
             if admission is Admission.accept:
-                accepted.append(trajectory)
+                accepted.append(parcel)
             if admission in (Admission.accept, Admission.writing):
-                wait.missing.add(trajectory.key)
-                self._waits.setdefault(trajectory.key, []).append(wait)
+                wait.missing.add(parcel.key)
+                self._waits.setdefault(parcel.key, []).append(wait)
             else:
-                wait.results[trajectory.key] = OUTCOMES[admission]
+                wait.results[parcel.key] = OUTCOMES[admission]
         if accepted:
             self.store.submit(accepted)
         if not wait.missing:
@@ -261,17 +261,17 @@ class Service:
         return None
 
     def _sealed(self, sealed: Sealed) -> None:
-        for trajectory, location in sealed.trajectories:
+        for parcel, location in sealed.trajectories:
             self.last_stored = self._now()
             self.dispatcher.stored(
-                trajectory.group_id,
-                trajectory.rollout_index,
+                parcel.group_id,
+                parcel.rollout_index,
                 location=location,
-                usable=trajectory.outcome.usable,
+                usable=parcel.outcome.usable,
             )
-            for wait in self._waits.pop(trajectory.key, ()):
-                wait.missing.discard(trajectory.key)
-                wait.results[trajectory.key] = "stored"
+            for wait in self._waits.pop(parcel.key, ()):
+                wait.missing.discard(parcel.key)
+                wait.results[parcel.key] = "stored"
                 if not wait.missing:
                     self._answer_push(wait)
         for line in sealed.lines:

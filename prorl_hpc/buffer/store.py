@@ -18,9 +18,10 @@ import msgspec
 from hpc.files import publish, sync_directory
 from prorl_hpc.buffer.compact import SmallShards, merge
 from prorl_hpc.buffer.groups import Location
+from prorl_hpc.buffer.image import ShardImage, shard_image, write_shard
 from prorl_hpc.buffer.manifest import Line, ManifestWriter, Owner, Shard, Superseded
-from prorl_hpc.buffer.shard import ShardDamaged, ShardImage, shard_image, write_shard
-from prorl_hpc.records import Trajectory
+from prorl_hpc.buffer.parcel import Parcel
+from prorl_hpc.buffer.shard import ShardDamaged
 from prorl_hpc.run import Run
 
 log = logging.getLogger(__name__)
@@ -37,7 +38,7 @@ SHARDS_PER_OWNER = 1_000_000
 class Sealed:
     """What has become durable together."""
 
-    trajectories: tuple[tuple[Trajectory, Location], ...]
+    trajectories: tuple[tuple[Parcel, Location], ...]
     lines: tuple[Line, ...]
 
 
@@ -68,7 +69,7 @@ class Store:
         self._seal_seconds = seal_seconds
         self._wake = wake
         self._changed = threading.Condition()
-        self._trajectories: deque[Trajectory] = deque()
+        self._trajectories: deque[Parcel] = deque()
         self._lines: list[Line] = []
         self._small = SmallShards(shard_bytes=shard_bytes)
         self._merge_after = 0.0
@@ -97,7 +98,7 @@ class Store:
             self._count(line, 1)
             self._small.add(line)
 
-    def submit(self, trajectories: Sequence[Trajectory]) -> None:
+    def submit(self, trajectories: Sequence[Parcel]) -> None:
         """Queues trajectories; they come back through `sealed`."""
         size = sum(t.num_bytes for t in trajectories)
         with self._changed:
@@ -146,7 +147,7 @@ class Store:
             self.failure = err
         self._wake()
 
-    def _next(self) -> tuple[list[Trajectory], list[Line]] | None:
+    def _next(self) -> tuple[list[Parcel], list[Line]] | None:
         """One shard's trajectories and the lines so far; None when it is time to end.
 
         Neither may be there when small shards are to be merged.
@@ -174,9 +175,7 @@ class Store:
         aged = time.monotonic() - self._oldest >= self._seal_seconds
         return aged or self._stopping or self._queued_bytes >= self._shard_bytes
 
-    def _persist(
-        self, manifest: ManifestWriter, batch: list[Trajectory], lines: list[Line]
-    ) -> None:
+    def _persist(self, manifest: ManifestWriter, batch: list[Parcel], lines: list[Line]) -> None:
         """Returns when all is durable. Raises Superseded, or OSError when stopped meanwhile."""
         if not batch and not lines:
             return
@@ -259,7 +258,7 @@ class Store:
         self.num_shards += change
         self.stored_bytes += change * line.num_bytes
 
-    def _seal(self, number: int, image: ShardImage, batch: Sequence[Trajectory]) -> Shard:
+    def _seal(self, number: int, image: ShardImage, batch: Sequence[Parcel]) -> Shard:
         path = self._run.shard(number)
         # A file of that number without a manifest line is the remains of a failed try of this one.
         path.unlink(missing_ok=True)
@@ -267,7 +266,7 @@ class Store:
         sync_directory(path.parent)
         return Shard(
             number=number,
-            sha256=digest,
+            digest=digest,
             num_bytes=image.num_bytes,
             rows=tuple((t.group_id, t.rollout_index, t.outcome.usable) for t in batch),
         )

@@ -140,7 +140,10 @@ async def _sample(
             Parts(
                 recipe=recipe,
                 tasks=tasks,
-                agents={n: make_agent(t, tokenizer=tokenizer) for n, t in recipe.tasks.items()},
+                agents={
+                    n: make_agent(t, tokenizer=tokenizer, task=tasks.get(n))
+                    for n, t in recipe.tasks.items()
+                },
                 tokenizer=tokenizer,
                 engine=engine,
                 versions=Versions(engine, run=Run(scratch)),

@@ -1,6 +1,7 @@
 """Token-in/token-out interface of every inference engine. Knows no text, task or file layout."""
 
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -95,6 +96,31 @@ async def as_one_chunk(completion: Awaitable[Completion]) -> AsyncGenerator[Chun
         logprobs=done.logprobs,
         versions=done.versions,
         finish_reason=done.finish_reason,
+    )
+
+
+Watch = Callable[[Sequence[int]], None]
+"""Gets all token ids of an answer so far; keeps none of the list, which grows."""
+
+
+async def put_together(stream: AsyncGenerator[Chunk, None], watch: Watch) -> Completion:
+    """A stream's whole answer; `abort` for one that broke off."""
+    ids: list[int] = []
+    logprobs: list[float] = []
+    versions: list[int] = []
+    finish = "abort"
+    async with aclosing(stream) as chunks:
+        async for chunk in chunks:
+            ids += chunk.token_ids
+            logprobs += chunk.logprobs
+            versions += chunk.versions
+            finish = chunk.finish_reason or finish
+            watch(ids)
+    return Completion(
+        token_ids=tuple(ids),
+        logprobs=tuple(logprobs),
+        versions=tuple(versions),
+        finish_reason=finish,
     )
 
 

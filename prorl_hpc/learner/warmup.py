@@ -21,7 +21,7 @@ from prorl_hpc.learner.distributed import Ranks
 from prorl_hpc.learner.model import ModelError, PolicyModel, build_policy, gather_weights
 from prorl_hpc.learner.publish import copy_companions
 from prorl_hpc.learner.record import Recorder, log
-from prorl_hpc.learner.space import SpaceWait
+from prorl_hpc.learner.space import SpaceWait, full_disk
 from prorl_hpc.learner.teach import Teacher
 from prorl_hpc.learner.weights import save_weights
 from prorl_hpc.policy import PolicyError, publish_directory, verify_policy
@@ -50,12 +50,23 @@ def prepare_start(
     bare = run.model_start.with_name(".start.bare")
     shutil.rmtree(bare, ignore_errors=True)
     bare.mkdir()
-    try:
+    space = SpaceWait(
+        limit_seconds=recipe.learner.batch_seconds,
+        stopping=lambda: stop_reason() is not None,
+        report=log,
+    )
+
+    def make() -> None:
         if recipe.model.path is None:
             build_from_scratch(recipe, bare)
         else:
             fetch_pretrained(recipe.model.path, bare)
-        return _publish_taught(recipe, run, bare, device=device, stop_reason=stop_reason)
+
+    try:
+        space.write("the model to start from", make)
+        return _publish_taught(
+            recipe, run, bare, device=device, space=space, stop_reason=stop_reason
+        )
     finally:
         shutil.rmtree(bare, ignore_errors=True)
 
@@ -92,7 +103,10 @@ def build_from_scratch(recipe: Recipe, directory: Path) -> None:
 
 
 def fetch_pretrained(path: str, directory: Path) -> None:
-    """Copies a model by directory or hub name into `directory`, as safetensors."""
+    """Copies a model by directory or hub name into `directory`, as safetensors.
+
+    Raises ModelError, and OSError when the disk is full.
+    """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     try:
@@ -102,6 +116,8 @@ def fetch_pretrained(path: str, directory: Path) -> None:
         else:
             AutoTokenizer.from_pretrained(path).save_pretrained(directory)
     except (OSError, ValueError, KeyError) as err:
+        if full_disk(err) is not None:
+            raise
         reason = str(err).strip().splitlines()[0] if str(err).strip() else repr(err)
         raise ModelError(f"model.path={path!r} can't be loaded: {reason}") from err
     _save(network, directory)
@@ -120,17 +136,13 @@ def _publish_taught(
     bare: Path,
     *,
     device: torch.device,
+    space: SpaceWait,
     stop_reason: Callable[[], str | None],
 ) -> str | None:
     ranks = Ranks(rank=0, world=1, device=device)
     # Demonstrations teach all weights: what they make is the base that adapters begin from.
     whole = replace(recipe.model, lora=LoraConfig())
     model = build_policy(bare, whole, ranks=ranks, chunk_tokens=4096)
-    space = SpaceWait(
-        limit_seconds=recipe.learner.batch_seconds,
-        stopping=lambda: stop_reason() is not None,
-        report=log,
-    )
     if recipe.warmup.steps > 0:
         stopped = _teach(recipe, run, bare, model, space=space, stop_reason=stop_reason)
         if stopped is not None:

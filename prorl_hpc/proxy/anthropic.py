@@ -10,7 +10,7 @@ import msgspec
 
 from prorl_hpc.agents.render import ToolSchema
 from prorl_hpc.proxy.chat import Answer, Ask, Refused, ToolCall, Turn
-from prorl_hpc.proxy.openai import MODEL, check_limit, check_stop, decode, event
+from prorl_hpc.proxy.openai import MODEL, check_limit, check_stop, decode, event, untold
 
 FINISH = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 KINDS = {403: "permission_error", 404: "not_found_error", 413: "request_too_large",
@@ -135,7 +135,7 @@ def _schema(tool: AnthropicTool) -> ToolSchema:
 def body(ask: Ask, answer: Answer) -> dict[str, Any]:
     """The whole answer."""
     usage = {"input_tokens": answer.prompt_tokens, "output_tokens": answer.completion_tokens}
-    return _frame(ask, answer) | {
+    return _frame(ask, answer.number) | {
         "content": _blocks(answer),
         "stop_reason": FINISH.get(answer.finish, answer.finish),
         "stop_sequence": answer.stop_sequence,
@@ -143,36 +143,70 @@ def body(ask: Ask, answer: Answer) -> dict[str, Any]:
     }
 
 
-def events(ask: Ask, answer: Answer) -> Iterator[bytes]:
-    """The answer as server-sent events."""
+class Events:
+    """One answer as server-sent events: pieces of its text, then the rest."""
 
-    def told(kind: str, **fields: Any) -> bytes:
-        return event({"type": kind} | fields, name=kind)
+    def __init__(self, ask: Ask, *, prompt_tokens: int) -> None:
+        self._ask = ask
+        self._prompt_tokens = prompt_tokens
+        self._begun = False
+        self._told = ""
 
-    start: dict[str, Any] = {
-        "content": [],
-        "stop_reason": None,
-        "stop_sequence": None,
-        "usage": {"input_tokens": answer.prompt_tokens, "output_tokens": 0},
-    }
-    yield told("message_start", message=_frame(ask, answer) | start)
-    for index, block in enumerate(_blocks(answer)):
-        if block["type"] == "text":
-            empty = {"type": "text", "text": ""}
-            delta = {"type": "text_delta", "text": block["text"]}
-        else:
-            empty = block | {"input": {}}
+    def text(self, number: int, piece: str) -> Iterator[bytes]:
+        """The next piece of call `number`'s text."""
+        yield from self._begin(number)
+        if not self._told:
+            yield _open(0, {"type": "text", "text": ""})
+        self._told += piece
+        yield _delta(0, {"type": "text_delta", "text": piece})
+
+    def end(self, answer: Answer) -> Iterator[bytes]:
+        """What is still to be told, and the end."""
+        yield from self._begin(answer.number)
+        first = 0
+        if answer.text or self._told or not answer.calls:
+            if not self._told:
+                yield _open(0, {"type": "text", "text": ""})
+            if (rest := untold(answer, self._told)) or not self._told:
+                yield _delta(0, {"type": "text_delta", "text": rest})
+            yield _told("content_block_stop", index=0)
+            first = 1
+        for index, block in enumerate(_tool_blocks(answer), start=first):
+            yield _open(index, block | {"input": {}})
             written = msgspec.json.encode(block["input"]).decode()
-            delta = {"type": "input_json_delta", "partial_json": written}
-        yield told("content_block_start", index=index, content_block=empty)
-        yield told("content_block_delta", index=index, delta=delta)
-        yield told("content_block_stop", index=index)
-    ending = {
-        "stop_reason": FINISH.get(answer.finish, answer.finish),
-        "stop_sequence": answer.stop_sequence,
-    }
-    yield told("message_delta", delta=ending, usage={"output_tokens": answer.completion_tokens})
-    yield told("message_stop")
+            yield _delta(index, {"type": "input_json_delta", "partial_json": written})
+            yield _told("content_block_stop", index=index)
+        ending = {
+            "stop_reason": FINISH.get(answer.finish, answer.finish),
+            "stop_sequence": answer.stop_sequence,
+        }
+        usage = {"output_tokens": answer.completion_tokens}
+        yield _told("message_delta", delta=ending, usage=usage)
+        yield _told("message_stop")
+
+    def _begin(self, number: int) -> Iterator[bytes]:
+        if self._begun:
+            return
+        self._begun = True
+        start: dict[str, Any] = {
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": {"input_tokens": self._prompt_tokens, "output_tokens": 0},
+        }
+        yield _told("message_start", message=_frame(self._ask, number) | start)
+
+
+def _told(kind: str, **fields: Any) -> bytes:
+    return event({"type": kind} | fields, name=kind)
+
+
+def _open(index: int, block: dict[str, Any]) -> bytes:
+    return _told("content_block_start", index=index, content_block=block)
+
+
+def _delta(index: int, delta: dict[str, Any]) -> bytes:
+    return _told("content_block_delta", index=index, delta=delta)
 
 
 def problem(refused: Refused) -> dict[str, Any]:
@@ -181,9 +215,9 @@ def problem(refused: Refused) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": str(refused)}}
 
 
-def _frame(ask: Ask, answer: Answer) -> dict[str, Any]:
+def _frame(ask: Ask, number: int) -> dict[str, Any]:
     return {
-        "id": f"msg_{answer.number}", "type": "message", "role": "assistant", "model": ask.model
+        "id": f"msg_{number}", "type": "message", "role": "assistant", "model": ask.model
     }  # fmt: skip
 
 
@@ -191,7 +225,16 @@ def _blocks(answer: Answer) -> list[dict[str, Any]]:
     blocks: list[dict[str, Any]] = []
     if answer.text or not answer.calls:
         blocks.append({"type": "text", "text": answer.text})
-    for index, call in enumerate(answer.calls):
-        name = f"toolu_{answer.number}_{index}"
-        blocks.append({"type": "tool_use", "id": name, "name": call.name, "input": call.arguments})
-    return blocks
+    return blocks + _tool_blocks(answer)
+
+
+def _tool_blocks(answer: Answer) -> list[dict[str, Any]]:
+    return [
+        {
+            "type": "tool_use",
+            "id": f"toolu_{answer.number}_{index}",
+            "name": call.name,
+            "input": call.arguments,
+        }
+        for index, call in enumerate(answer.calls)
+    ]

@@ -6,6 +6,7 @@ POST /v1/messages   POST /v1/messages/count_tokens  as Anthropic has it
 
 import asyncio
 import contextlib
+from collections import deque
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from types import ModuleType
@@ -65,25 +66,46 @@ class App:
         raise Refused(404, f"there is nothing at {path[:200]!r}", code="not_found")
 
     async def _stream(self, prepared: Prepared, api: ModuleType) -> AsyncGenerator[bytes, None]:
-        """Events; comments while the model works, so that nobody thinks the line is dead."""
-        work = asyncio.ensure_future(self._capture.answer(prepared))
+        """Events as the text comes; comments in between, so that nobody thinks the line is dead."""
+        events = api.Events(prepared.ask, prompt_tokens=len(prepared.prompt_ids))
+        pieces: deque[tuple[int, str]] = deque()
+        news = asyncio.Event()
+
+        def tell(number: int, piece: str) -> None:
+            pieces.append((number, piece))
+            news.set()
+
+        work = asyncio.ensure_future(self._capture.answer(prepared, tell=tell))
+        work.add_done_callback(lambda _: news.set())
         try:
-            while not work.done():
-                await asyncio.wait({work}, timeout=KEEP_ALIVE_SECONDS)
-                if not work.done():
+            while not work.done() or pieces:
+                while pieces:
+                    for event in events.text(*pieces.popleft()):
+                        yield event
+                if not work.done() and not await _within(KEEP_ALIVE_SECONDS, news):
                     yield b": the model is at work\n\n"
+                news.clear()
             try:
                 answer = work.result()
             except Refused as err:
                 name = "error" if api is anthropic else ""
                 yield openai.event(api.problem(err), name=name)
                 return
-            for event in api.events(prepared.ask, answer):
+            for event in events.end(answer):
                 yield event
         finally:
             work.cancel()
             with contextlib.suppress(asyncio.CancelledError, Refused):
                 await work
+
+
+async def _within(seconds: float, news: asyncio.Event) -> bool:
+    try:
+        async with asyncio.timeout(seconds):
+            await news.wait()
+    except TimeoutError:
+        return False
+    return True
 
 
 def _need(request: Request, *methods: str) -> None:

@@ -6,6 +6,7 @@ limits of the conversation hold: turns, tokens per answer, context. Sampling is 
 
 import asyncio
 import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -22,6 +23,7 @@ from prorl_hpc.agents.render import (
 from prorl_hpc.agents.tools import split_answer
 from prorl_hpc.inference.engine import Completion
 from prorl_hpc.proxy.chat import Answer, Ask, Refused, ToolCall, digest_tools, digest_turn
+from prorl_hpc.proxy.telling import Telling
 from prorl_hpc.proxy.tree import Call, CallTree
 from prorl_hpc.records import Message
 
@@ -35,6 +37,10 @@ COUNTS_PER_TURN = 20
 
 LETTERS_PER_TOKEN = 32
 """A text with more letters than that per token of the context can't fit: it isn't tokenised."""
+
+
+Tell = Callable[[int, str], None]
+"""(number of the call, the next piece of its text), while the answer is sampled."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,8 +114,11 @@ class Capture:
         except TokenizerError as err:
             raise Refused(400, str(err)) from err
 
-    async def answer(self, prepared: Prepared) -> Answer:
-        """Samples and keeps the answer. Raises Refused; cancelling cancels the engine's request."""
+    async def answer(self, prepared: Prepared, *, tell: Tell | None = None) -> Answer:
+        """Samples and keeps the answer; `tell` hears the beginning of its text as it comes.
+
+        Raises Refused; cancelling cancels the engine's request.
+        """
         async with self._parallel:
             self._check_open()
             self._check_turns()  # calls that were prepared side by side may have used the last one
@@ -117,7 +126,9 @@ class Capture:
             self._num_sampling += 1
             try:
                 completion = await self._conversation.sample(
-                    prepared.prompt_ids, max_new_tokens=prepared.ask.max_tokens
+                    prepared.prompt_ids,
+                    max_new_tokens=prepared.ask.max_tokens,
+                    watch=None if tell is None else self._watch(prepared.ask, number, tell),
                 )
                 return self._keep(prepared, completion, number=number)
             except Exception as err:  # a defect is no more the agent's fault than a dead engine
@@ -146,6 +157,15 @@ class Capture:
             "branches": float(len(self.tree.leaves)),
             "left_out_tokens": float(whole - kept),
         }
+
+    def _watch(self, ask: Ask, number: int, tell: Tell) -> Callable[[Sequence[int]], None]:
+        telling = Telling(self._conversation.tokenizer, stop=ask.stop, tools=bool(ask.tools))
+
+        def watch(ids: Sequence[int]) -> None:
+            if piece := telling.more(ids):
+                tell(number, piece)
+
+        return watch
 
     # --- parts ---------------------------------------------------------------------------------
 

@@ -189,23 +189,45 @@ def body(ask: Ask, answer: Answer) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def events(ask: Ask, answer: Answer) -> Iterator[bytes]:
-    """The answer as server-sent events."""
-    frame = _frame(ask, answer.number, "chat.completion.chunk")
+class Events:
+    """One answer as server-sent events: pieces of its text, then the rest."""
 
-    def chunk(delta: dict[str, Any], finish: str | None = None) -> bytes:
+    def __init__(self, ask: Ask, *, prompt_tokens: int) -> None:  # noqa: ARG002
+        self._ask = ask
+        self._told = ""
+        self._frame: dict[str, Any] = {}
+
+    def text(self, number: int, piece: str) -> Iterator[bytes]:
+        """The next piece of call `number`'s text."""
+        yield from self._begin(number)
+        self._told += piece
+        yield self._chunk({"content": piece})
+
+    def end(self, answer: Answer) -> Iterator[bytes]:
+        """What is still to be told, and the end."""
+        yield from self._begin(answer.number)
+        if rest := untold(answer, self._told):
+            yield self._chunk({"content": rest})
+        for index, call in enumerate(_calls(answer)):
+            yield self._chunk({"tool_calls": [{"index": index} | call]})
+        yield self._chunk({}, _finish(answer))
+        if self._ask.include_usage:
+            yield event(self._frame | {"choices": [], "usage": _usage(answer)})
+        yield b"data: [DONE]\n\n"
+
+    def _begin(self, number: int) -> Iterator[bytes]:
+        if not self._frame:
+            self._frame = _frame(self._ask, number, "chat.completion.chunk")
+            yield self._chunk({"role": "assistant", "content": ""})
+
+    def _chunk(self, delta: dict[str, Any], finish: str | None = None) -> bytes:
         choice = {"index": 0, "delta": delta, "finish_reason": finish, "logprobs": None}
-        return event(frame | {"choices": [choice]})
+        return event(self._frame | {"choices": [choice]})
 
-    yield chunk({"role": "assistant", "content": ""})
-    if answer.text:
-        yield chunk({"content": answer.text})
-    for index, call in enumerate(_calls(answer)):
-        yield chunk({"tool_calls": [{"index": index} | call]})
-    yield chunk({}, _finish(answer))
-    if ask.include_usage:
-        yield event(frame | {"choices": [], "usage": _usage(answer)})
-    yield b"data: [DONE]\n\n"
+
+def untold(answer: Answer, told: str) -> str:
+    """The rest of an answer's text; none where it reads otherwise than what was told of it."""
+    return answer.text.removeprefix(told) if answer.text.startswith(told) else ""
 
 
 def problem(refused: Refused) -> dict[str, Any]:

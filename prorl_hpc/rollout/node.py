@@ -165,7 +165,7 @@ def terms_of(recipe: Recipe) -> Terms:
 def check_prompts(recipe: Recipe, tasks: dict[str, Task], tokenizer: Any) -> None:
     """Renders one prompt per task: raises UserError for a template or vocabulary that can't."""
     for name, task in tasks.items():
-        make_agent(recipe.tasks[name], tokenizer=tokenizer)
+        make_agent(recipe.tasks[name], tokenizer=tokenizer, task=task)
         instance = task.instance(0, kind=Kind.validation)
         render_prompt(tokenizer, instance.messages)
 
@@ -229,7 +229,10 @@ def _make_pipeline(
         Parts(
             recipe=recipe,
             tasks=tasks,
-            agents={n: make_agent(c, tokenizer=tokenizer) for n, c in recipe.tasks.items()},
+            agents={
+                n: make_agent(c, tokenizer=tokenizer, task=tasks.get(n))
+                for n, c in recipe.tasks.items()
+            },
             tokenizer=tokenizer,
             engine=serving.engine,
             versions=serving.versions,

@@ -14,16 +14,24 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
+from hpc.files import write_all
 from prorl_hpc.buffer import frames
 from prorl_hpc.buffer.messages import Push, WireError
-from prorl_hpc.records import Trajectory
+from prorl_hpc.records import Kind, Outcome, Trajectory
 
 log = logging.getLogger("prorl_hpc.rollout")
 
-MAGIC = b"PRLSPL1\n"
-_LENGTHS = struct.Struct("<5Q")
+MAGIC = b"PRLSPL2\n"
+_NUMBER = struct.Struct("<Q")
+"""How many parts follow; then so many of these with their lengths."""
+MAX_PARTS = 1 << 16
+FLAT_MAGIC = b"PRLSPL1\n"
+"""Of earlier versions: one part for each of a push's rows, and of the four arrays of all tokens."""
+_FLAT_LENGTHS = struct.Struct("<5Q")
 SUFFIX = ".trajectory"
+DAMAGE = (OSError, ValueError, WireError, msgspec.MsgspecError, struct.error)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -54,8 +62,9 @@ class Spool:
         """Keeps a copy, in one file if there is room; False when not all could be kept."""
         if self._directory is None or not trajectories:
             return False
-        data = _encode(trajectories)
-        if self.num_bytes + len(data) > self._limit_bytes:
+        parts = _encode(trajectories)
+        size = sum(len(part) for part in parts)
+        if self.num_bytes + size > self._limit_bytes:
             half = len(trajectories) // 2
             if not half:
                 return False
@@ -64,13 +73,14 @@ class Spool:
         path = self._path(trajectories[0].key)
         temporary = path.with_suffix(".tmp")
         try:
-            temporary.write_bytes(data)
+            with temporary.open("wb", buffering=0) as stream:
+                write_all(stream.fileno(), parts)
             temporary.rename(path)
         except OSError as err:
             temporary.unlink(missing_ok=True)
             self._warn(f"spool: {err}; trajectories are kept in memory")
             return False
-        self._keep(path, trajectories, num_bytes=len(data))
+        self._keep(path, trajectories, num_bytes=size)
         return True
 
     def remove(self, key: tuple[int, int]) -> None:
@@ -94,7 +104,7 @@ class Spool:
             try:
                 data = path.read_bytes()
                 trajectories = _decode(data)
-            except (OSError, ValueError, WireError, msgspec.MsgspecError, struct.error) as err:
+            except DAMAGE as err:
                 log.warning("spool: %s is damaged (%s) and was removed", path.name, err)
                 path.unlink(missing_ok=True)
                 continue
@@ -137,21 +147,59 @@ class Spool:
         self._warned = True
 
 
-def _encode(trajectories: Sequence[Trajectory]) -> bytes:
+def _encode(trajectories: Sequence[Trajectory]) -> list[frames.Frame]:
     push, arrays = frames.encode_push(trajectories)
     parts = [msgspec.msgpack.encode(push), *arrays]
-    return b"".join([MAGIC, _LENGTHS.pack(*(len(part) for part in parts)), *parts])
+    lengths = [_NUMBER.pack(number) for number in (len(parts), *(len(part) for part in parts))]
+    return [MAGIC + b"".join(lengths), *parts]
 
 
 def _decode(data: bytes) -> list[Trajectory]:
+    if data.startswith(FLAT_MAGIC):
+        return _decode_flat(data)
     if not data.startswith(MAGIC):
         raise ValueError("not a spool file of this format")
-    start = len(MAGIC) + _LENGTHS.size
+    at = len(MAGIC)
+    (count,) = _NUMBER.unpack_from(data, at)
+    if count > MAX_PARTS:
+        raise ValueError(f"{count} parts")
+    lengths = struct.unpack_from(f"<{count}Q", data, at + _NUMBER.size)
+    head, *arrays = _parts(data, lengths, start=at + (1 + count) * _NUMBER.size)
+    push = msgspec.msgpack.decode(head, type=Push)
+    return [parcel.trajectory() for parcel in frames.decode_push(push, arrays)]
+
+
+def _decode_flat(data: bytes) -> list[Trajectory]:
+    """What an earlier version on this node left."""
+    lengths = _FLAT_LENGTHS.unpack_from(data, len(FLAT_MAGIC))
+    head, *arrays = _parts(data, lengths, start=len(FLAT_MAGIC) + _FLAT_LENGTHS.size)
+    rows = msgspec.msgpack.decode(head, type=Push).rows
+    total = sum(row.length for row in rows)
+    flat = [
+        np.frombuffer(part, dtype=dtype, count=total)
+        for part, dtype in zip(arrays, ("<i4", "<f4", "u1", "<i4"), strict=True)
+    ]
+    found, start = [], 0
+    for row in rows:
+        stop = start + row.length
+        tokens, logprobs, loss_mask, versions = (values[start:stop] for values in flat)
+        start = stop
+        fields = msgspec.structs.asdict(row)
+        for name in ("length", "num_logprobs", "num_runs"):
+            del fields[name]
+        fields |= {"kind": Kind(row.kind), "outcome": Outcome(row.outcome)}
+        trajectory = Trajectory(
+            tokens=tokens, logprobs=logprobs, loss_mask=loss_mask, versions=versions, **fields
+        )
+        found.append(trajectory.check())
+    return found
+
+
+def _parts(data: bytes, lengths: Sequence[int], *, start: int) -> list[memoryview]:
+    if start + sum(lengths) != len(data):
+        raise ValueError(f"{len(data)} bytes where {start + sum(lengths)} were written")
     parts = []
-    for length in _LENGTHS.unpack_from(data, len(MAGIC)):
-        parts.append(data[start : start + length])
+    for length in lengths:
+        parts.append(memoryview(data)[start : start + length])
         start += length
-    if start != len(data):
-        raise ValueError(f"{len(data)} bytes where {start} were written")
-    push = msgspec.msgpack.decode(parts[0], type=Push)
-    return frames.decode_push(push, parts[1:])
+    return parts

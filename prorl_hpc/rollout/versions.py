@@ -1,9 +1,10 @@
 """Which policy version the engine serves, when some rollouts are bound to one. Knows no tokens.
 
 One engine holds one version. Rollouts that are bound to a version (validation, deterministic
-training) run while the engine holds exactly that; the others run at any time and are stamped with
-whatever made each token. A newer version is loaded at once, unless bound rollouts still need the
-present one.
+training) run while the engine holds exactly that; the others are stamped with whatever made each
+token. A newer version is loaded at once, unless bound rollouts still need the present one. A
+rollout that isn't bound starts after that load: leases are given out as soon as a version is
+published, and what starts with the one before would be too old by the time it is trained.
 
 A number alone does not name a version: a learner that crashed may train it again, with other
 weights. What the engine holds is known by number and manifest digest, and is compared with what is
@@ -14,7 +15,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 from prorl_hpc.inference.engine import Engine, EngineError
 from prorl_hpc.policy import digest_at
@@ -25,6 +26,9 @@ PUBLISH_SECONDS = 60.0
 
 RETRY_SECONDS = 5.0
 """Pause before a newest version that couldn't be loaded is tried again."""
+
+CATCH_UP_SECONDS = 600.0
+"""Longest that a rollout waits for the load of a version before it starts with the one before."""
 
 LOOK_SECONDS = 5.0
 """At most so often the published manifest of the engine's own version is looked at again."""
@@ -41,6 +45,7 @@ class Versions:
         digest: str = "",
         publish_seconds: float = PUBLISH_SECONDS,
         look_seconds: float = LOOK_SECONDS,
+        catch_up_seconds: float = CATCH_UP_SECONDS,
     ) -> None:
         """`digest`: of the manifest that the engine was started from; empty if it had none."""
         self._engine = engine
@@ -48,6 +53,7 @@ class Versions:
         self._digest = digest
         self._publish_seconds = publish_seconds
         self._look_seconds = look_seconds
+        self._catch_up_seconds = catch_up_seconds
         self._condition = asyncio.Condition()
         self._bound: Counter[int] = Counter()
         self._active: Counter[int] = Counter()
@@ -90,12 +96,14 @@ class Versions:
 
     @asynccontextmanager
     async def held(self, version: int | None) -> AsyncIterator[None]:
-        """While inside, the engine stays at `version`.
+        """While inside, the engine stays at `version`; None: it is entered once a load that is due
+        is done, and later ones go on.
 
         Raises EngineError if it can't be loaded, and at the end if the number has been published
         again meanwhile: what was sampled belongs to weights that the run has lost.
         """
         if version is None:
+            await self._catch_up()
             yield
             return
         async with self._condition:
@@ -118,25 +126,39 @@ class Versions:
         finally:
             await asyncio.shield(self._release(version))
 
+    async def _catch_up(self) -> None:
+        """Waits while a newer version is to be loaded and nothing stands against it."""
+
+        async def loaded() -> None:
+            async with self._condition:
+                await self._condition.wait_for(lambda: not self._behind())
+
+        if self._behind():
+            with suppress(TimeoutError):
+                await asyncio.wait_for(loaded(), self._catch_up_seconds)
+
+    def _behind(self) -> bool:
+        return self._newest > self._engine.version and not self._bound and not self.last_error
+
     async def follow(self) -> None:
         """Loads what is published whenever no bound rollout forbids it. Runs until cancelled."""
         while True:
             await self._changed.wait()
             self._changed.clear()
             async with self._condition:
+                if not self._bound:
+                    await self._load_newest()
                 self._condition.notify_all()
-                if self._bound:
-                    continue
-                wanted = await self._wanted()
-                if wanted is None:
-                    self.last_error = ""
-                    continue
-                try:
-                    await self._load(wanted)
-                    self.last_error = ""
-                except EngineError as err:
-                    self.last_error = str(err)
-                    asyncio.get_running_loop().call_later(RETRY_SECONDS, self._changed.set)
+
+    async def _load_newest(self) -> None:
+        try:
+            wanted = await self._wanted()
+            if wanted is not None:
+                await self._load(wanted)
+            self.last_error = ""
+        except EngineError as err:
+            self.last_error = str(err)
+            asyncio.get_running_loop().call_later(RETRY_SECONDS, self._changed.set)
 
     async def _wanted(self) -> int | None:
         """The version to load next; None while the engine holds the right one."""

@@ -208,7 +208,9 @@ def _answers(path: Path) -> bool:
 async def _open_core(stack: AsyncExitStack, recipe: Recipe, where: Where) -> Core:
     tasks = make_tasks(recipe)
     tokenizer = await asyncio.to_thread(load_tokenizer, where.policy)
-    agents = {n: make_agent(c, tokenizer=tokenizer) for n, c in recipe.tasks.items()}
+    agents = {
+        n: make_agent(c, tokenizer=tokenizer, task=tasks.get(n)) for n, c in recipe.tasks.items()
+    }
     make_environment = await asyncio.to_thread(_environments, stack, tasks)
     engine = _engine(recipe, where)
     stack.push_async_callback(engine.close)

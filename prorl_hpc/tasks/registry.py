@@ -18,6 +18,8 @@ KINDS: dict[str, str] = {
     "structured": "prorl_hpc.tasks.structured:make_structured",
     "swe": "prorl_hpc.tasks.swe.task:make_swe",
     "code": "prorl_hpc.tasks.code:make_code",
+    "cli": "prorl_hpc.tasks.cli.task:make_cli",
+    "tools": "prorl_hpc.tasks.tools.task:make_tools",
     "nemo_gym": "prorl_hpc.tasks.nemo_gym.task:make_nemo_gym",
 }
 """`module:function` of each kind."""

@@ -216,7 +216,7 @@ class Session:
         assert not list(self.run.quarantine.iterdir())
         for shard in live_shards(lines).values():
             path = self.run.shard(shard.number)
-            reader = OpenShard(path, number=shard.number, sha256=shard.sha256)
+            reader = OpenShard(path, number=shard.number, digest=shard.checksum)
             for row, (group, rollout, _) in enumerate(shard.rows):
                 trajectory = reader.read(row)
                 assert (trajectory.group_id, trajectory.rollout_index) == (group, rollout)

@@ -86,6 +86,10 @@ class NemoGymTask:
     def score(self, instance: Instance, response: str) -> Score:  # noqa: ARG002
         raise VerifierError(f"task {self.name} is scored by its server, in a session")
 
+    def demonstration(self, instance: Instance) -> str | None:  # noqa: ARG002
+        """None: the server alone knows what is right."""
+        return None
+
     def check_instance(self, instance: Instance) -> None:
         """Raises ValueError for an instance without a row, or whose agent has no server."""
         row = row_of(instance.answer)

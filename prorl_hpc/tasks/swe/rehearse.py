@@ -17,7 +17,9 @@ def make_rehearsal(config: TaskConfig, *, tokenizer: Any) -> Replay:  # noqa: AR
     except ValueError as err:
         raise TaskError(f"options.replay={asked!r}; choose one of {', '.join(Policy)}") from err
     if config.kind != "swe":
-        raise TaskError(f"options.replay needs a task of kind swe, not {config.kind!r}")
+        raise TaskError(
+            f"options.replay needs a task of kind swe, cli or tools, not {config.kind!r}"
+        )
     task = open_swe("swe", config, usable_only=True)
     golds = {task.instance_of(bug).messages[-1].content: task.gold(bug) for bug in task.bugs()}
     return make_replay(policy, golds=golds, directory=TREE)

@@ -199,6 +199,8 @@ def test_commands(text, command):
 def test_calls_that_are_not_calls():
     assert calls_in("nothing") == []
     assert isinstance(calls_in("<tool_call>[1]</tool_call>")[0], str)
+    # blanks before an end that never comes: minutes, if they were matched one against the other
+    assert calls_in(f"<tool_call>{' ' * 400_000}") == []
     deep = '{"name": "bash", "arguments": {"x": ' + "[" * 100_000 + "]" * 100_000 + "}}"
     assert isinstance(calls_in(f"<tool_call>{deep}</tool_call>")[0], str)
 

@@ -57,7 +57,7 @@ def make_trajectory(
         instance_id=f"{task}-{group_id}",
         tokens=rng.integers(0, 1000, num_tokens, dtype=np.int32),
         loss_mask=mask,
-        logprobs=(-rng.random(num_tokens) * mask).astype(np.float32),
+        logprobs=np.where(mask == 1, -rng.random(num_tokens), 0.0).astype(np.float32),
         versions=np.where(mask == 1, version, -1).astype(np.int32),
         reward=None if outcome is Outcome.infrastructure_failure else float(rollout % 2),
         components={"correct": 1.0},

@@ -46,9 +46,7 @@ class Crash(BaseException):
 
 
 def shard(number: int, *, num_bytes: int, num_rows: int = 1) -> Shard:
-    return Shard(
-        number=number, sha256="", num_bytes=num_bytes, rows=((number, 0, True),) * num_rows
-    )
+    return Shard(number=number, num_bytes=num_bytes, rows=((number, 0, True),) * num_rows)
 
 
 async def push_one_by_one(buffer: Running) -> None:
@@ -91,8 +89,8 @@ def test_shards_are_chosen_by_tier_and_within_bounds() -> None:
 
 
 def test_places_are_followed_through_merges() -> None:
-    first = Merged(number=7, sha256="", num_bytes=1, rows=(), sources=((1, 0), (2, 3)))
-    second = Merged(number=9, sha256="", num_bytes=1, rows=(), sources=((5, 0), (7, 4)))
+    first = Merged(number=7, num_bytes=1, rows=(), sources=((1, 0), (2, 3)))
+    second = Merged(number=9, num_bytes=1, rows=(), sources=((5, 0), (7, 4)))
     moves = Moves([first, second])
     assert moves.place(2, 1) == (9, 8)  # row 3 + 1 of shard 7, which begins at row 4 of shard 9
     assert moves.place(3, 1) == (3, 1)

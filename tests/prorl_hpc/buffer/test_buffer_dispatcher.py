@@ -35,7 +35,7 @@ class Disk:
     def seal(self, group_id: int, rollout: int) -> None:
         number = len(self.lines) + 1
         row = (group_id, rollout, True)
-        self.lines.append(Shard(number=number, sha256="", num_bytes=1, rows=(row,)))
+        self.lines.append(Shard(number=number, num_bytes=1, rows=(row,)))
         self.dispatcher.stored(group_id, rollout, location=(number, 0), usable=True)
         self.flush()
 

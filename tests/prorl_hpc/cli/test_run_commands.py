@@ -10,8 +10,8 @@ import pytest
 from hpc import ledger
 from hpc.errors import UserError
 from hpc.status import JobState, Phase
+from prorl_hpc.buffer.image import shard_image, write_shard
 from prorl_hpc.buffer.manifest import Closed, Line, ManifestWriter, Owner, Shard
-from prorl_hpc.buffer.shard import shard_image, write_shard
 from prorl_hpc.buffer.validation import first_group
 from prorl_hpc.cli.evaluate import parse_ks
 from prorl_hpc.cli.logs import attempt_directory
@@ -71,7 +71,7 @@ def store_groups(run: Run, made: list[Trajectory]) -> None:
     rows = tuple((t.group_id, t.rollout_index, True) for t in made)
     lines: list[Line] = [
         Owner(format=1, attempt=1, host="n1"),
-        Shard(number=7, sha256=digest, num_bytes=image.num_bytes, rows=rows),
+        Shard(number=7, digest=digest, num_bytes=image.num_bytes, rows=rows),
     ]
     for group in sorted({t.group_id for t in made}):
         rollouts = tuple((t.rollout_index, 7, row, True) for row, t in enumerate(made)

@@ -1,14 +1,17 @@
 """The starting policy: deterministic, taught by demonstrations, refused in one line."""
 
+import errno
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from prorl_hpc.agents.characters import build_character_tokenizer
+from prorl_hpc.learner import space, warmup
 from prorl_hpc.learner.demonstrations import Demonstrations
 from prorl_hpc.learner.model import ModelError
 from prorl_hpc.learner.warmup import prepare_start
@@ -165,6 +168,32 @@ def test_a_given_model_is_taken_with_its_companions(tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
     prepare_start(recipe, run, device=CPU)
     assert "tokenizer.json" in verify_policy(run.model_start).files
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_a_full_disk_is_waited_for_and_is_no_fault_of_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = tiny_recipe()
+    if given:
+        source = save_model(tmp_path / "source")
+        build_character_tokenizer("abcdefghij").save_pretrained(source)
+        recipe.model.path = str(source)
+    name = "copy_companions" if given else "save_weights"
+    real, calls = getattr(warmup, name), []
+
+    def save(*values: Any) -> None:
+        calls.append(1)
+        if len(calls) == 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(*values)
+
+    monkeypatch.setattr(warmup, name, save)
+    monkeypatch.setattr(space, "RETRY_SECONDS", 0.0)
+    run = Run(tmp_path / "run")
+    assert prepare_start(recipe, run, device=CPU) is None
+    verify_policy(run.model_start)
+    assert "the disk is full; the model to start from waits" in "".join(capsys.readouterr())
 
 
 @pytest.mark.parametrize(

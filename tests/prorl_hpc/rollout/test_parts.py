@@ -1,7 +1,9 @@
 """Spool, health, versions and verifiers, each alone."""
 
 import asyncio
+import struct
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -37,6 +39,29 @@ def test_a_spooled_trajectory_comes_back_whole(tmp_path):
     assert [t.key for t in found] == [(1, 0), (1, 2)]
     assert equal(found[0], kept[0])
     assert found[0].reward == kept[0].reward
+
+
+def test_what_an_earlier_version_spooled_comes_back(tmp_path):
+    kept = [make_trajectory(1, r, num_tokens=4 + r) for r in range(2)]
+    names = ("group_id", "rollout_index", "kind", "task", "instance_id", "length", "reward",
+             "components", "outcome", "finish_reason", "timings", "isolation", "worker", "attempt",
+             "detail")  # fmt: skip
+    rows = [[len(t.tokens) if n == "length" else getattr(t, n) for n in names] for t in kept]
+    head = msgspec.msgpack.encode({"type": "Push", "rows": rows})
+    arrays = [
+        np.concatenate([getattr(t, name) for t in kept]).tobytes()
+        for name in ("tokens", "logprobs", "loss_mask", "versions")
+    ]
+    lengths = struct.pack("<5Q", *(len(part) for part in (head, *arrays)))
+    path = tmp_path / "1-0.trajectory"
+    path.write_bytes(b"".join([b"PRLSPL1\n", lengths, head, *arrays]))
+    found = Spool(tmp_path, limit_bytes=1 << 20).recover()
+    assert len(found) == 2
+    for one, two in zip(found, kept, strict=True):
+        assert equal(one, two)
+        assert (one.reward, one.kind, one.timings) == (two.reward, two.kind, two.timings)
+    path.write_bytes(path.read_bytes()[:-3])
+    assert Spool(tmp_path, limit_bytes=1 << 20).recover() == []
 
 
 def test_damaged_spool_files_are_dropped(tmp_path):

@@ -91,7 +91,16 @@ def install_pytest(site: Path) -> None:
                 target.write_bytes(Path(file.locate()).read_bytes())
 
 
-def make_store(root: Path) -> tuple[InstanceStore, Path]:
+def install_plugin(site: Path, source: str) -> None:
+    """A plugin that this instance's pytest loads by itself, as an installed distribution's."""
+    (site / "noisy_plugin.py").write_text(source)
+    about = site / "noisy_plugin-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: noisy-plugin\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text("[pytest11]\nnoisy = noisy_plugin\n")
+
+
+def make_store(root: Path, *, plugin: str = "") -> tuple[InstanceStore, Path]:
     """A store with the bug built, and the data set that names it."""
     store = InstanceStore(root=root / "store")
     # two, because a task wants something to train on and something to validate with
@@ -103,6 +112,8 @@ def make_store(root: Path) -> tuple[InstanceStore, Path]:
         site = store.site(site_key(bug.pypi))
         if not site.exists():
             install_pytest(site)
+            if plugin:
+                install_plugin(site, plugin)
         build_pypi(bug, store)
     return store, data
 

@@ -56,7 +56,7 @@ def stored(session: Session) -> list[Trajectory]:
     found = []
     for shard in live_shards(list(valid_lines(session.run.manifest))).values():
         path = session.run.shard(shard.number)
-        reader = OpenShard(path, number=shard.number, sha256=shard.sha256)
+        reader = OpenShard(path, number=shard.number, digest=shard.checksum)
         found += [reader.read(row) for row in range(len(shard.rows))]
         reader.close()
     return found

@@ -10,9 +10,12 @@ pytest.importorskip("reasoning_gym")
 from hpc.files import asset_directory
 from prorl_hpc.agents.characters import build_character_tokenizer
 from prorl_hpc.agents.render import render_prompt
+from prorl_hpc.choices import EnvironmentKind
+from prorl_hpc.compose import compose
 from prorl_hpc.recipe import TaskConfig
 from prorl_hpc.records import Kind
-from prorl_hpc.tasks.registry import KINDS, make_task
+from prorl_hpc.tasks.base import TaskError
+from prorl_hpc.tasks.registry import KINDS, make_task, make_tasks
 
 SHIPPED = {
     name: config
@@ -48,3 +51,20 @@ def test_the_quickstart_tasks_suit_the_tiny_model(name):
             answer = task.demonstration(instance)
             assert len(prompt) + SHIPPED[name]["max_new_tokens"] < model["context_tokens"]
             assert len(answer) < SHIPPED[name]["max_new_tokens"]  # and the end of turn
+
+
+@pytest.mark.parametrize("name", ["cli", "tools"])
+def test_shipped_domains_without_data_make_problems(name):
+    recipe = compose(["recipe=logic", f"task={name}", f"tasks.{name}.validation_size=4"])
+    if name == "cli":
+        recipe.tasks[name].environment = EnvironmentKind.bubblewrap
+    task = make_tasks(recipe)[name]
+    for kind in Kind:
+        assert task.instance(task.size(kind) - 1, kind=kind).messages
+
+
+@pytest.mark.parametrize("name", ["cli", "tools"])
+def test_shipped_domains_with_data_ask_for_their_file(name):
+    recipe = compose(["recipe=logic", f"task={name}_file"])
+    with pytest.raises(TaskError, match=rf"{name}\.jsonl.* can't be read"):
+        make_task(name, recipe.tasks[name], 0)

@@ -190,6 +190,49 @@ def test_the_key_of_the_report_lies_nowhere_about(
     assert score.reward == 1.0
 
 
+PLUGIN = """\
+import copy
+import os
+
+import pytest
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item, call):
+    made = yield
+    report = made.get_result()
+    if report.when == "call":
+        for outcome in ("rerun", "skipped", "passed"):  # as plugins for reruns and subtests do
+            extra = copy.copy(report)
+            extra.outcome, extra.sections = outcome, []
+            extra.longrepr = ("noisy", 1, "x") if outcome == "skipped" else None
+            item.ihook.pytest_runtest_logreport(report=extra)
+        child = os.fork()
+        if not child:
+            os._exit(0)
+        os.waitpid(child, 0)
+    print("noisy", os.environ.get("PRORL_REPORT"), os.environ.get("PRORL_REPORT_KEY"))
+
+
+def pytest_report_header(config):
+    return "noisy: loaded"
+"""
+
+
+def test_an_installed_plugin_is_no_tampering(tmp_path: Path) -> None:
+    need_bubblewrap()
+    task, bug = make_task(*make_store(tmp_path / "bugs", plugin=PLUGIN))
+    bench = Bench(task=task, bug=bug, scratch=tmp_path / "scratch")
+    _, mended = bench.attempt(REPAIR)
+    assert mended.reward == 1.0
+    assert "report_tampered" not in mended.components
+    (site,) = (tmp_path / "bugs").rglob("noisy_plugin.py")
+    site.write_text(PLUGIN.replace('report.when == "call"', "True"))  # before and after tests too
+    _, broken = bench.attempt("printf '# hm\\n' >> adder/sums.py")
+    assert (broken.reward, broken.components["fail_to_pass"]) == (0.0, 0.0)
+    assert "report_tampered" not in broken.components
+
+
 def test_an_endless_repair_times_out_with_a_score(
     built: tuple[SweTask, Bug], bench: Bench, tmp_path: Path
 ) -> None:

@@ -50,6 +50,7 @@ def test_rows_are_split_and_kept_whole_for_the_server(tmp_path: Path) -> None:
     assert {"a", "7"} < {i.instance_id for i in instances}
     with pytest.raises(VerifierError, match="in a session"):
         task.score(instances[0], "x")
+    assert task.demonstration(instances[0]) is None
 
 
 def test_the_prompt_is_the_rows(tmp_path: Path) -> None:

@@ -1,0 +1,1 @@
+"""Function calling over simulated worlds, and over the user's own expected calls."""
