@@ -26,14 +26,27 @@ from hpc.files import asset_directory
 from prorl_hpc.recipe import Recipe, RecipeError, check, site_of
 from prorl_hpc.schema import check_key, check_keys
 
-GROUPS = ("recipe", "site", "algorithm", "model", "task")
+GROUPS = ("recipe", "suite", "site", "algorithm", "model", "task")
 SCHEMA = "prorl_schema"
 ROOT = "prorl_root"
+STARTS = {"recipe": "config.yaml", "suite": "evaluation.yaml"}
+"""The group that must be chosen, and the file that a composition starts from."""
 
 
 def compose(overrides: Sequence[str], *, recipe_dir: Path | None = None) -> Recipe:
     """The recipe that `overrides` choose; raises RecipeError with one readable line."""
-    data = compose_data(overrides, recipe_dir=recipe_dir)
+    return _checked(compose_data(overrides, recipe_dir=recipe_dir))
+
+
+def compose_suite(overrides: Sequence[str], *, recipe_dir: Path | None = None) -> Recipe:
+    """What `suite=NAME` and further overrides choose to evaluate; raises RecipeError.
+
+    Its tasks are checked as those of a recipe are; what is said of training are defaults.
+    """
+    return _checked(compose_data(overrides, recipe_dir=recipe_dir, start="suite"))
+
+
+def _checked(data: dict[str, Any]) -> Recipe:
     try:
         recipe = msgspec.convert(data, Recipe, strict=False)
     except msgspec.ValidationError as err:
@@ -53,14 +66,19 @@ def options(group: str, *, recipe_dir: Path | None = None) -> dict[str, Path]:
     return dict(sorted(found.items()))
 
 
-def compose_data(overrides: Sequence[str], *, recipe_dir: Path | None = None) -> dict[str, Any]:
-    """The composed values as plain data, checked against the schema's types."""
+def compose_data(
+    overrides: Sequence[str], *, recipe_dir: Path | None = None, start: str = "recipe"
+) -> dict[str, Any]:
+    """The composed values as plain data, checked against the schema's types.
+
+    `start`: one of STARTS.
+    """
     parsed = [_parse(text) for text in overrides]
     choices = [p for p in parsed if p.key_or_group in GROUPS]
-    _check_choices(choices, recipe_dir)
+    _check_choices(choices, recipe_dir, start=start)
     passed, late = _translate(parsed)
     try:
-        config = _compose(passed, recipe_dir)
+        config = _compose(passed, recipe_dir, start=start)
         for key, value in late:
             with open_dict(config.tasks):
                 config.tasks = OmegaConf.merge(config.tasks, _nested(key, value)["tasks"])
@@ -130,11 +148,14 @@ def _example(word: str) -> str:
     return f", e.g. {word}=..."
 
 
-def _check_choices(choices: Sequence[Override], recipe_dir: Path | None) -> None:
+def _check_choices(choices: Sequence[Override], recipe_dir: Path | None, *, start: str) -> None:
     named = {choice.key_or_group for choice in choices}
-    if "recipe" not in named:
-        known = ", ".join(options("recipe", recipe_dir=recipe_dir))
-        raise RecipeError(f"no recipe is chosen; add recipe=NAME, one of {known}")
+    if start not in named:
+        known = ", ".join(options(start, recipe_dir=recipe_dir))
+        raise RecipeError(f"no {start} is chosen; add {start}=NAME, one of {known}")
+    if other := named & STARTS.keys() - {start}:
+        advice = "a suite is for prorl-hpc eval" if start == "recipe" else "give one of them"
+        raise RecipeError(f"{other.pop()}=... doesn't go with {start}=...; {advice}")
     for choice in choices:
         if choice.is_delete():
             raise RecipeError(f"group {choice.key_or_group!r} can't be deleted; choose an option")
@@ -178,10 +199,10 @@ def _translate(parsed: Sequence[Override]) -> tuple[list[str], list[tuple[str, A
     return passed, late
 
 
-def _compose(overrides: Sequence[str], recipe_dir: Path | None) -> DictConfig:
+def _compose(overrides: Sequence[str], recipe_dir: Path | None, *, start: str) -> DictConfig:
     # The root is stored, not read from the search path: Hydra wants it in the primary directory,
     # which is the user's where there is one, so that it wins where both have a file.
-    root = yaml.safe_load((asset_directory("recipes") / "config.yaml").read_text())
+    root = yaml.safe_load((asset_directory("recipes") / STARTS[start]).read_text())
     ConfigStore.instance().store(name=SCHEMA, node=Recipe)
     ConfigStore.instance().store(name=ROOT, node=root)
     extra = []
@@ -208,7 +229,7 @@ def _readable(err: Exception) -> RecipeError:
         key = _full_key(text) or unknown.group(1)
         if key.split(".")[0] in GROUPS and key.split(".")[0] != "site":
             group = key.split(".")[0]
-            if group in ("recipe", "task"):
+            if group in ("recipe", "suite", "task"):
                 return RecipeError(
                     f"{group} file sets values below {group!r}; begin it with '# @package _global_'"
                 )

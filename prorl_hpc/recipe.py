@@ -178,6 +178,7 @@ class TaskConfig:
     kind: str
     """Registered kind: `logic`, `math`, `code`, `swe`, `cli`, `tools`, ..."""
     weight: float = 1.0
+    """Share of the training groups. 0: it is only validated, on all of its data."""
     data: str | None = None
     """Path of the user's data set (JSONL or Parquet), where the kind has one."""
     validation_data: str | None = None

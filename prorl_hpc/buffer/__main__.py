@@ -21,7 +21,7 @@ from prorl_hpc.buffer.manifest import Superseded
 from prorl_hpc.buffer.messages import StatusReply
 from prorl_hpc.buffer.server import KEEP_BYTES, BufferServer, Ended
 from prorl_hpc.buffer.service import Service
-from prorl_hpc.buffer.settings import config_from_recipe, server_from_recipe
+from prorl_hpc.buffer.settings import TaskSize, config_from_recipe, server_from_recipe
 from prorl_hpc.recipe import Recipe, load_recipe
 from prorl_hpc.run import Run
 
@@ -59,12 +59,13 @@ class Reporter:
             log.warning("metrics can't be written: %s", err)
 
 
-def train_size_of(recipe: Recipe, name: str) -> int:
+def size_of(recipe: Recipe, name: str) -> TaskSize:
     """Asks the task itself."""
     from prorl_hpc.records import Kind
     from prorl_hpc.tasks.registry import make_task
 
-    return make_task(name, recipe.tasks[name], recipe.seed).size(Kind.train)
+    task = make_task(name, recipe.tasks[name], recipe.seed)
+    return TaskSize(train=task.size(Kind.train), validation=task.size(Kind.validation))
 
 
 def serve(run: Run, *, allocation: Allocation) -> Ended:
@@ -76,7 +77,7 @@ def serve(run: Run, *, allocation: Allocation) -> Ended:
     report = Reporter(run, allocation=allocation)
     server = BufferServer(
         run,
-        config=config_from_recipe(recipe, train_size=lambda name: train_size_of(recipe, name)),
+        config=config_from_recipe(recipe, size_of=lambda name: size_of(recipe, name)),
         server=server_from_recipe(recipe),
         keys=keys,
         attempt=allocation.attempt,

@@ -1,7 +1,7 @@
 """What the dispatcher must know of a recipe. Plain values; knows no recipe file."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from prorl_hpc.buffer.mixture import TaskShare
 from prorl_hpc.choices import CurriculumKind
@@ -35,6 +35,8 @@ class BufferConfig:
     deterministic: bool
     """Groups are handed out in the order of their ids and are pinned to a policy version."""
     stages: tuple[Stage, ...] = ()
+    validation_sizes: Mapping[str, int] = field(default_factory=dict)
+    """Validation instances by task; a task that isn't here has as many as are asked for."""
     curriculum: CurriculumKind = CurriculumKind.none
     """How the instance of a new group is chosen, where the mixture's own choice may be changed."""
 

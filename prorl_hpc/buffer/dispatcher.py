@@ -184,6 +184,7 @@ class Dispatcher(GroupBook):
     def validate(self, *, version: int, counts: dict[str, int], num_rollouts: int) -> None:
         """Opens the groups of a validation; again for the same version: nothing changes.
 
+        `counts`: instances per task; a task that has fewer gives all it has.
         What is open of older ones is given up: the learner waits for one at a time, so it has
         abandoned them, and nodes at work on them would keep the new one waiting. One that is asked
         for again after all is taken up where it was left.
@@ -191,7 +192,9 @@ class Dispatcher(GroupBook):
         self._supersede(version)
         wanted = self.opening.validation(version)
         if wanted is None:
-            line = Validation(version=version, counts=counts, num_rollouts=num_rollouts)
+            sizes = self.config.validation_sizes
+            there = {task: min(count, sizes.get(task, count)) for task, count in counts.items()}
+            line = Validation(version=version, counts=there, num_rollouts=num_rollouts)
             self._open_validation(line)
             self._lines.append(line)
             return

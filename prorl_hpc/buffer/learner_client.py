@@ -111,7 +111,9 @@ class LearnerClient:
         self._progress(Progress(step=step, checkpointed=consumed))
 
     def validate(self, version: int, counts: dict[str, int], num_rollouts: int) -> None:
-        """Asks for a validation of `version`: the first `counts[task]` instances of each task."""
+        """Asks for a validation of `version`: the first `counts[task]` instances of each task,
+        or all of a task that has fewer.
+        """
         ask = Validate(version=version, counts=counts, num_rollouts=num_rollouts)
         # An older one that nobody waits for any more isn't asked for again after a restart.
         self._validations = {version: ask}
@@ -131,6 +133,10 @@ class LearnerClient:
                 return list(reply.groups)
             if time.monotonic() >= deadline:
                 return None
+
+    def validation_given_up(self, version: int) -> int:
+        """Instances of a validation that will never come back (infrastructure failures)."""
+        return self.validation_progress(version).num_dropped
 
     def validation_progress(self, version: int) -> ValidationReply:
         """What there is of a validation just now, and how much is missing or was given up."""

@@ -1,24 +1,31 @@
 """Recipe to what dispatcher and server need. The only module of the buffer that reads recipes."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from prorl_hpc.buffer.config import BufferConfig, Stage
 from prorl_hpc.buffer.mixture import TaskShare
 from prorl_hpc.buffer.server import ServerConfig
 from prorl_hpc.recipe import Recipe
 
-TrainSize = Callable[[str], int]
-"""Number of training instances of a task, by its name in the recipe."""
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TaskSize:
+    """Instances that a task has: at most what the recipe asks for, fewer where its data ends."""
+
+    train: int
+    validation: int
 
 
-def config_from_recipe(recipe: Recipe, *, train_size: TrainSize) -> BufferConfig:
-    """Terms of the dispatcher; `train_size` is asked where the recipe leaves a size open."""
+def config_from_recipe(recipe: Recipe, *, size_of: Callable[[str], TaskSize]) -> BufferConfig:
+    """Terms of the dispatcher; `size_of` is asked once for each task of the recipe."""
     algorithm, buffer = recipe.algorithm, recipe.buffer
+    sizes = {name: size_of(name) for name in recipe.tasks}
     return BufferConfig(
         tasks={
             name: TaskShare(
                 weight=task.weight,
-                train_size=task.train_size if task.train_size is not None else train_size(name),
+                train_size=sizes[name].train,
                 num_rollouts=task.num_rollouts,
             )
             for name, task in recipe.tasks.items()
@@ -32,6 +39,7 @@ def config_from_recipe(recipe: Recipe, *, train_size: TrainSize) -> BufferConfig
         group_deadline_seconds=buffer.group_deadline_seconds,
         lease_seconds=buffer.lease_seconds,
         max_infrastructure_retries=buffer.max_infrastructure_retries,
+        validation_sizes={name: size.validation for name, size in sizes.items()},
         curriculum=buffer.curriculum,
         deterministic=recipe.learner.deterministic,
         stages=tuple(

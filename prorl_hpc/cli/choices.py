@@ -10,6 +10,7 @@ from prorl_hpc.cli.table import table
 WHAT = {
     "runs": "",
     "recipes": "recipe",
+    "suites": "suite",
     "sites": "site",
     "algorithms": "algorithm",
     "models": "model",

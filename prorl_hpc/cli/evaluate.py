@@ -1,4 +1,4 @@
-"""`prorl-hpc eval`: pass@k of a run's policy or of a model directory."""
+"""`prorl-hpc eval`: pass@k of a run's policy, a checkpoint or a model directory."""
 
 import argparse
 import asyncio
@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 from hpc.errors import UserError
 from hpc.scratch import OwnedDirectory
 from prorl_hpc.choices import EngineKind
+from prorl_hpc.cli.evaluate_target import find_target
 from prorl_hpc.cli.inputs import check_output
 from prorl_hpc.cli.runs import find_run
 from prorl_hpc.cli.table import table
-from prorl_hpc.recipe import Recipe, load_recipe
+from prorl_hpc.recipe import Recipe
 
 if TYPE_CHECKING:
     from prorl_hpc.evaluation.evaluate import Evaluation
@@ -23,20 +24,28 @@ EPILOG = """\
   prorl-hpc eval quickstart --version 40 --samples 16 --k 1,8
   prorl-hpc eval quickstart --versions all --at-once 4      a job array: table, JSON, HTML
   prorl-hpc eval quickstart --versions 10,20,30
+  prorl-hpc eval runs/quickstart/checkpoints/step-00000040  the policy of a checkpoint
+  prorl-hpc eval quickstart suite=file tasks.math.data=test.jsonl --samples 16 --k 1,16
+  prorl-hpc eval MODEL-DIRECTORY suite=puzzles rollout.engine.kind=vllm
   prorl-hpc eval MODEL-DIRECTORY recipe=logic --instances 100 --output results.json
 """
 
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        description="Sample the validation instances of the tasks and estimate pass@k (unbiased) "
-        "with a 95 % bootstrap interval over instances. One version runs in this process; several "
-        "(--versions) as a job array, on a rollout node's resources.",
+        description="Sample the validation instances of a recipe's tasks, or a suite of others "
+        "(prorl-hpc list suites), and estimate pass@k (unbiased) with a 95 % bootstrap interval "
+        "over instances. One version runs in this process; several (--versions) as a job array, "
+        "on a rollout node's resources.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("target", help="run (name or directory), or model directory")
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="recipe of a model")
+    parser.add_argument(
+        "target", help="run (name or directory), checkpoint of a run, or model directory"
+    )
+    parser.add_argument(
+        "overrides", nargs="*", metavar="KEY=VALUE", help="suite=NAME; for a model also recipe=NAME"
+    )
     parser.add_argument("--recipe-dir", type=Path, metavar="DIR")
     parser.add_argument("--version", type=int, help="policy version of a run (the newest)")
     parser.add_argument("--versions", metavar="all|N,N", help="several, each in a job of its own")
@@ -71,14 +80,13 @@ def _one(args: argparse.Namespace, ks: list[int]) -> int:
     from hpc.files import publish
     from prorl_hpc.evaluation.evaluate import evaluate, to_json
 
-    recipe, model, title = resolve(args)
-    recipe = adjust(recipe, args)
     with OwnedDirectory.make("eval") as scratch:
+        target = find_target(args, scratch=scratch)
         result = asyncio.run(
             evaluate(
-                recipe,
-                model=model,
-                target=title,
+                adjust(target.recipe, args),
+                model=target.model,
+                target=target.title,
                 num_samples=args.samples,
                 ks=ks,
                 scratch=scratch,
@@ -98,8 +106,6 @@ def choose_versions(args: argparse.Namespace) -> list[int]:
 
     if args.version is not None:
         raise UserError("--version and --versions are both given; leave one out")
-    if args.overrides:
-        raise UserError("a run is evaluated with its own recipe; leave the overrides out")
     run_ = find_run(args.target)
     there = published_versions(run_)
     known = ", ".join(map(str, there)) or "none yet"
@@ -132,31 +138,6 @@ def parse_ks(text: str, *, samples: int) -> list[int]:
     if ks[0] < 1 or ks[-1] > samples:
         raise UserError(f"--k {text}: pass@k needs 1 <= k <= --samples {samples}; raise --samples")
     return ks
-
-
-def resolve(args: argparse.Namespace) -> tuple[Recipe, Path, str]:
-    """Recipe, model directory, and what to call it."""
-    path = Path(args.target).expanduser()
-    if (path / "config.json").is_file():
-        if not args.overrides:
-            raise UserError(
-                f"{path} is a model; name the tasks too, e.g. prorl-hpc eval {path} recipe=logic"
-            )
-        from prorl_hpc.cli.submit import compose_recipe
-
-        recipe = compose_recipe(args.overrides, recipe_dir=args.recipe_dir, name=None)
-        return recipe, path.resolve(), str(path)
-    if args.overrides:
-        raise UserError("a run is evaluated with its own recipe; leave the overrides out")
-    from prorl_hpc.policy import latest_version, published_versions
-
-    run_ = find_run(args.target)
-    version = latest_version(run_) if args.version is None else args.version
-    there = published_versions(run_)
-    if version is None or version not in there:
-        known = ", ".join(map(str, there)) or "none yet"
-        raise UserError(f"version {version} of run {run_.name!r} isn't published; there: {known}")
-    return load_recipe(run_.recipe), run_.policy(version), f"{run_.name} version {version}"
 
 
 def adjust(recipe: Recipe, args: argparse.Namespace) -> Recipe:

@@ -6,9 +6,10 @@ from pathlib import Path
 
 from hpc.errors import UserError
 from prorl_hpc.cli.evaluate import adjust
+from prorl_hpc.cli.evaluate_target import recipe_of_run
 from prorl_hpc.cli.runs import find_run
 from prorl_hpc.cli.table import table
-from prorl_hpc.recipe import load_recipe, site_of
+from prorl_hpc.recipe import site_of
 
 
 def evaluate_versions(args: argparse.Namespace, *, versions: list[int], ks: list[int]) -> int:
@@ -22,7 +23,7 @@ def evaluate_versions(args: argparse.Namespace, *, versions: list[int], ks: list
     if not 0 < args.hours < 1e6:
         raise UserError(f"--hours {args.hours:g} must be above 0 and finite")
     run_ = find_run(args.target)
-    recipe = adjust(load_recipe(run_.recipe), args)
+    recipe = adjust(recipe_of_run(run_, args), args)
     jobs = [
         VersionJob(
             recipe=recipe,

@@ -71,8 +71,9 @@ async def evaluate(
     Temperature and top-p are those of `recipe.validation`. Raises EngineError when the model can't
     be served, EvaluationError when a task has no instance with the samples that a k needs.
     """
-    leases = plan_leases(recipe, num_samples=num_samples)
-    trajectories = await _sample(recipe, model=model, leases=leases, scratch=scratch, report=report)
+    trajectories = await _sample(
+        recipe, model=model, num_samples=num_samples, scratch=scratch, report=report
+    )
     return Evaluation(
         target=target,
         temperature=recipe.validation.temperature,
@@ -81,9 +82,9 @@ async def evaluate(
     )
 
 
-def plan_leases(recipe: Recipe, *, num_samples: int) -> list[Lease]:
-    """One lease per validation instance, in the order of the recipe's tasks."""
-    wanted = [(n, i) for n, task in recipe.tasks.items() for i in range(task.validation_size)]
+def plan_leases(recipe: Recipe, *, sizes: Mapping[str, int], num_samples: int) -> list[Lease]:
+    """One lease per validation instance, in the order of `sizes`: how many each task has."""
+    wanted = [(name, index) for name, size in sizes.items() for index in range(size)]
     return [
         Lease(
             lease_id=number,
@@ -110,11 +111,11 @@ async def _sample(
     recipe: Recipe,
     *,
     model: Path,
-    leases: Sequence[Lease],
+    num_samples: int,
     scratch: Path,
     report: Report | None,
 ) -> list[Trajectory]:
-    """Every rollout of every lease, through one pipeline."""
+    """Every rollout of every validation instance, through one pipeline."""
     from prorl_hpc.agents.registry import make_agent
     from prorl_hpc.agents.render import load_tokenizer
     from prorl_hpc.inference.pool import make_engine
@@ -126,6 +127,8 @@ async def _sample(
 
     tokenizer = load_tokenizer(model)
     tasks = make_tasks(recipe)
+    sizes = {name: task.size(Kind.validation) for name, task in tasks.items()}
+    leases = plan_leases(recipe, sizes=sizes, num_samples=num_samples)
     async with AsyncExitStack() as stack:
         make_environment = await asyncio.to_thread(
             open_environments, stack, tasks, scratch / "environments"

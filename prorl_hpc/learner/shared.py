@@ -100,6 +100,10 @@ class SharedClient:
         self._in_turns(ask, seconds=timeout_seconds)
         return found[0] if found else None
 
+    def validation_given_up(self, version: int) -> int:
+        with self._turn():
+            return self._client.validation_given_up(version)
+
     def finish(self, reason: str) -> None:
         with self._turn():
             self._client.finish(reason)

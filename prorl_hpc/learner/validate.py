@@ -31,6 +31,8 @@ class ValidationSource(Protocol):
         self, version: int, timeout_seconds: float = 0.0
     ) -> list[GroupRef] | None: ...
 
+    def validation_given_up(self, version: int) -> int: ...
+
     def damaged(self, shard: int, *, group_id: int, reason: str) -> None: ...
 
 
@@ -101,9 +103,8 @@ def run_validation(
             return _line(step, version, {}, None, seconds, note)
     results = summarise(groups)
     score, notes = None, []
-    missing = sum(counts.values()) - len(refs)
-    if missing:
-        notes.append(f"{missing} instances were given up (infrastructure failures)")
+    if given_up := source.validation_given_up(version):
+        notes.append(f"{given_up} instances were given up (infrastructure failures)")
     lost = [name for name in counts if name not in results]
     if lost:
         # A blend of the other tasks would move without any change of the policy.

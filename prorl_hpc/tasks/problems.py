@@ -58,12 +58,17 @@ def read_problems(name: str, path: str, *, decode: Decode) -> list[Problem]:
 def split_problems(
     name: str, config: TaskConfig, *, decode: Decode
 ) -> dict[Kind, Sequence[Problem]]:
-    """The two sides of a recipe's data. Raises TaskError."""
+    """The two sides of a recipe's data; all is validation where the task isn't trained (weight 0).
+
+    Raises TaskError.
+    """
     if config.data is None:
         raise TaskError(f"tasks.{name}.data is missing; give a file of JSON lines or Parquet")
     problems = read_problems(name, config.data, decode=decode)
     if config.validation_data is not None:
         held = read_problems(name, config.validation_data, decode=decode)[: config.validation_size]
+    elif config.weight == 0:
+        return {Kind.train: [], Kind.validation: problems[: config.validation_size]}
     else:
         digests = sorted({p.digest for p in problems})
         if len(digests) <= config.validation_size:

@@ -80,6 +80,9 @@ class FakeClient:
     ) -> list[GroupRef] | None:
         return [self._ref(VALIDATION_BASE + i, Kind.validation) for i in range(8)]
 
+    def validation_given_up(self, version: int) -> int:
+        return 0
+
     def finish(self, reason: str) -> None:
         self.finished = reason
 

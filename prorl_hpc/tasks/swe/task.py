@@ -251,9 +251,11 @@ def not_built(name: str, store: InstanceStore, missing: list[str]) -> str:
 def split(
     name: str, config: TaskConfig, train: list[Bug], held: list[Bug]
 ) -> dict[Kind, list[Bug]]:
-    """Training and validation, apart by a hash of the name."""
+    """Training and validation, apart by a hash of the name; all is validation with weight 0."""
     if held:
         held = held[: config.validation_size]
+    elif config.weight == 0:
+        return {Kind.train: [], Kind.validation: train[: config.validation_size]}
     else:
         if len(train) <= config.validation_size:
             raise TaskError(

@@ -405,8 +405,9 @@ def test_evaluation_scores_by_hand() -> None:
 
 
 def test_leases_of_an_evaluation() -> None:
-    tasks = {"a": TaskConfig(kind="logic", validation_size=3)}
-    leases = plan_leases(Recipe(name="r", steps=1, tasks=tasks), num_samples=4)
+    tasks = {"a": TaskConfig(kind="logic", validation_size=64)}
+    recipe = Recipe(name="r", steps=1, tasks=tasks)
+    leases = plan_leases(recipe, sizes={"a": 3}, num_samples=4)
     assert [lease.instance_index for lease in leases] == [0, 1, 2]
     assert leases[0].rollouts == (0, 1, 2, 3)
     assert len({lease.seed for lease in leases}) == 3

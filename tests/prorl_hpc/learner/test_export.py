@@ -39,3 +39,16 @@ def test_a_checkpoint_is_exported_as_it_was_published(
     with pytest.raises(CheckpointError, match=r"checkpoint of step 5 .* is damaged: learner.json"):
         export_checkpoint(run, 5, tmp_path / "five")
     assert not (tmp_path / "five").exists()
+
+
+def test_a_checkpoint_is_a_target_of_eval(tmp_path: Path) -> None:
+    from prorl_hpc.cli.evaluate import parser
+    from prorl_hpc.cli.evaluate_target import find_target
+
+    recipe = tiny_recipe()
+    run = make_run(tmp_path / "run", recipe)
+    assert go(run, client()) == "done"
+    args = parser().parse_args([str(run.checkpoint(recipe.steps))])
+    target = find_target(args, scratch=tmp_path)
+    assert target.title == f"run step {recipe.steps}"
+    assert verify_policy(target.model).step == recipe.steps
