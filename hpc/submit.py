@@ -4,7 +4,6 @@ Every command may be repeated: what is queued or running already is left alone.
 """
 
 import contextlib
-import fcntl
 import os
 import signal
 import time
@@ -13,7 +12,7 @@ from pathlib import Path
 
 from hpc import ledger, local, slurm
 from hpc.errors import PlanError, RunNotFound, SubmitError
-from hpc.files import publish
+from hpc.files import publish, try_lock
 from hpc.ledger import format_indexes
 from hpc.plan import Job, Plan
 from hpc.prepare import (
@@ -30,7 +29,7 @@ from hpc.prepare import (
 from hpc.queueing import adopt, submit, submitted, without
 from hpc.rundir import RunDirectory
 from hpc.site import Backend, Site
-from hpc.status import ALIVE, JobState, Phase, states
+from hpc.status import ALIVE, JobState, Phase, states, trouble
 
 SETTLE_SECONDS = 60.0
 """Beyond the grace time, how long a resume waits for jobs that are still ending."""
@@ -120,9 +119,9 @@ def resume(run_directory: Path) -> None:
             _adopt(run)
         found = states(run)
         if site.backend is Backend.slurm:
-            trouble = [s.reason for s in found if s.phase is Phase.unknown and "squeue" in s.reason]
-            if trouble:
-                raise SubmitError(f"can't tell what is running: {trouble[0]}")
+            unclear = trouble(found)
+            if unclear:
+                raise SubmitError(f"can't tell what is running: {unclear}")
         wanted = {job.name: indexes_of(run, job) for job in plan.jobs}
         finished = {(s.job, s.index) for s in found if s.phase is Phase.finished}
         alive = {(s.job, s.index) for s in found if s.phase in ALIVE and s.job_id}
@@ -231,16 +230,17 @@ def _array_job(plan: Plan, name: str) -> Job:
 
 @contextlib.contextmanager
 def _alone(run: RunDirectory) -> Iterator[None]:
-    """One command at a time changes a run. Raises SubmitError while another does."""
+    """One command at a time changes a run, where the file system has locks.
+
+    Raises SubmitError while another does.
+    """
     try:
         descriptor = os.open(run.root / "submit.lock", os.O_RDWR | os.O_CREAT, 0o644)
     except FileNotFoundError as err:
         raise RunNotFound(f"{run.root} is no run directory") from err
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as err:
-        raise SubmitError(f"another prorl-hpc is changing run {run.name!r}; try again") from err
-    else:
+        if not try_lock(descriptor):
+            raise SubmitError(f"another prorl-hpc is changing run {run.name!r}; try again")
         yield
     finally:
         os.close(descriptor)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc import ledger, slurm, status, submit
+from hpc import ledger, queueing, slurm, status, submit
 from hpc.allocation import Allocation
 from hpc.errors import PlanError, SiteError, SubmitError
 from hpc.plan import Job
@@ -19,6 +19,7 @@ from tests.hpc.test_allocation import VARIABLES
 @pytest.fixture
 def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
     made = install(tmp_path / "slurm")
+    monkeypatch.setattr(queueing, "PAUSE_SECONDS", 0.0)
     monkeypatch.setenv("PATH", f"{tmp_path}/slurm/bin{os.pathsep}{os.environ['PATH']}")
     for name in ("SLURM_JOB_ID", "SBATCH_ACCOUNT", "PMI_RANK", "MASTER_ADDR"):
         monkeypatch.setenv(name, "leaks")
@@ -148,6 +149,17 @@ def test_refused_job_is_told_in_slurms_words(fake: FakeSlurm, run: RunDirectory)
     fake.change(sbatch_error="")
     launch(run, *three())
     assert len(fake.jobs()) == 5
+
+
+def test_a_submission_without_an_answer_is_found_or_told(
+    fake: FakeSlurm, run: RunDirectory
+) -> None:
+    fake.change(unanswered=["queued", "lost"])
+    with pytest.raises(SubmitError, match=r"whether job 'rollout' was queued can't be told .*out"):
+        launch(run, *three())
+    launch(run, *three())
+    assert len(fake.jobs()) == 5
+    assert set(phases(run).values()) == {"pending"}
 
 
 @pytest.mark.parametrize(
@@ -297,6 +309,18 @@ def test_resume_starts_what_is_missing(fake: FakeSlurm, run: RunDirectory) -> No
     submit.resume(run.root)
     assert len(fake.calls("sbatch")) == 2
     assert phases(run)["images3"] == "pending"
+
+
+@pytest.mark.parametrize("word", ["COMPLETING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD"])
+def test_what_is_between_two_states_is_not_started_again(
+    fake: FakeSlurm, run: RunDirectory, word: str
+) -> None:
+    launch(run, job("images", array_size=2))
+    for task in ("100_0", "100_1"):
+        fake.set_job(task, state=word)
+    end(run, "images", 1, following="again", job_id="100_1")
+    submit.resume(run.root)
+    assert len(fake.calls("sbatch")) == 1
 
 
 def test_resume_brings_peers_back_together(fake: FakeSlurm, run: RunDirectory) -> None:
