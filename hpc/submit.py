@@ -22,6 +22,7 @@ from hpc.prepare import (
     check_size,
     indexes_of,
     load,
+    peers,
     prepare,
     scaled,
     unfinished,
@@ -196,13 +197,13 @@ def scale(run_directory: Path, job_name: str, count: int) -> None:
     with _alone(run):
         if site.backend is Backend.local and local.supervisor_pid(run) is None:
             raise SubmitError(f"run {run.name!r} isn't running; `prorl-hpc resume` goes on")
+        known = [] if site.backend is Backend.local else _going(run, plan, job)
         run.desired(job.name).parent.mkdir(exist_ok=True)
         publish(run.desired(job.name), data=f"{count}\n".encode())
         if site.backend is Backend.local:
             local.notify(run, number=signal.SIGHUP)  # one that ends just now reads it at a resume
             return
-        adopt(run)
-        found = [state for state in states(run) if state.job == job.name]
+        found = [state for state in known if state.job == job.name]
         surplus = [s for s in found if s.index >= count and s.phase in (*ALIVE, Phase.unknown)]
         _end_on_slurm(run, surplus, time.time())
         kept = {
@@ -214,6 +215,21 @@ def scale(run_directory: Path, job_name: str, count: int) -> None:
         if needed[job.name]:
             _record_resume(run, plan, {j.name: needed.get(j.name, ()) for j in plan.jobs}, found)
         submit(run, plan, site, wanted=needed)
+
+
+def _going(run: RunDirectory, plan: Plan, job: Job) -> list[JobState]:
+    """The states of the run's jobs; SubmitError where none that `job` works with may be at work.
+
+    Tasks that were queued alone would wait for a buffer that nobody starts.
+    """
+    adopt(run)
+    if not submitted(run):
+        raise SubmitError(f"run {run.name!r} was never started; prorl-hpc submit starts it")
+    found = states(run)
+    group = peers(plan, job)
+    if not any(s.phase in (*ALIVE, Phase.unknown) and s.job_id for s in found if s.job in group):
+        raise SubmitError(f"run {run.name!r} isn't running; `prorl-hpc resume` goes on")
+    return found
 
 
 def _array_job(plan: Plan, name: str) -> Job:

@@ -9,6 +9,7 @@ from hpc import ledger, queueing, slurm, status, submit
 from hpc.allocation import Allocation
 from hpc.errors import PlanError, SiteError, SubmitError
 from hpc.plan import Job
+from hpc.prepare import prepare
 from hpc.rundir import RunDirectory
 from hpc.site import Placement, Site
 from tests.hpc.fake_slurm import FakeSlurm, install
@@ -352,6 +353,23 @@ def test_scale(fake: FakeSlurm, run: RunDirectory) -> None:
     assert running[1:] == ["--signal=TERM", "--batch", "100_2"]
     submit.scale(run.root, "rollout", 4)
     assert "--array=3" in fake.calls("sbatch")[-1]  # index 2 still runs
+
+
+def test_a_run_that_is_not_going_on_is_not_scaled(fake: FakeSlurm, run: RunDirectory) -> None:
+    """Nothing would ever be there for the new tasks to work with."""
+    prepare(run, plan=plan(*three(), directory=run.root), site=slurm_site())
+    with pytest.raises(SubmitError, match="was never started"):
+        submit.scale(run.root, "rollout", 5)
+    launch(run, *three())
+    for one in fake.jobs():
+        fake.set_job(one["id"], state="CANCELLED")
+    with pytest.raises(SubmitError, match=r"isn't running; .*resume"):
+        submit.scale(run.root, "rollout", 5)
+    assert len(fake.calls("sbatch")) == 3
+    assert status.indexes_of(run, three()[1]) == (0, 1, 2)
+    fake.set_job("100", state="RUNNING")
+    submit.scale(run.root, "rollout", 5)
+    assert "--array=0-4%2" in fake.calls("sbatch")[-1]
 
 
 def test_slurm_off_this_machine(

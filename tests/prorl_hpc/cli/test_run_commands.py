@@ -2,17 +2,20 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 
 from hpc import ledger
 from hpc.errors import UserError
+from hpc.status import Phase
 from prorl_hpc.cli.logs import attempt_directory
 from prorl_hpc.cli.main import main
-from prorl_hpc.cli.status import duration
+from prorl_hpc.cli.status import duration, jobs_table
 from prorl_hpc.cli.table import table
 from prorl_hpc.observe.metrics import MetricsWriter
 from prorl_hpc.run import Run
+from tests.prorl_hpc.cli.support import state
 
 
 def test_status_of_a_run_that_was_never_started(
@@ -25,6 +28,24 @@ def test_status_of_a_run_that_was_never_started(
     assert main(["status", str(run.root), "--json"]) == 0
     jobs = json.loads(capsys.readouterr().out)["jobs"]
     assert [job["job"] for job in jobs] == ["buffer", "rollout", "rollout", "learner"]
+
+
+def test_tasks_of_which_the_same_is_to_be_said_share_a_row() -> None:
+    waiting = [replace(state("rollout", Phase.pending, index=i), reason="Priority") for i in (0, 1)]
+    odd = replace(state("rollout", Phase.running, index=2), reason="its script hasn't said a word")
+    running = [state("rollout", Phase.running, index=i) for i in (3, 4, 5)]
+    failed = [state("rollout", Phase.failed, index=i) for i in (6, 7)]
+    found = [*waiting, odd, *running, *failed]
+    lines = [line.split() for line in jobs_table(found, now=9.0, every=False).splitlines()[2:]]
+    shown = sorted(" ".join(line) for line in lines)
+    assert shown == [
+        "rollout 2 running 1 9 s h its script hasn't said a word",
+        "rollout 2 tasks pending 1 Priority",
+        "rollout 3 tasks running 1",
+        "rollout 6 failed 1 9 s h",
+        "rollout 7 failed 1 9 s h",
+    ]
+    assert len(jobs_table(found, now=9.0, every=True).splitlines()) == 2 + len(found)
 
 
 def test_status_shows_progress_and_dead_jobs(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
