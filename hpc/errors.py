@@ -34,6 +34,10 @@ class SubmitError(UserError, RuntimeError):
     """The scheduler refused a job, or couldn't be reached."""
 
 
+class NoAnswer(SubmitError):
+    """The controller didn't answer: what was asked of it may have been done all the same."""
+
+
 class RunNotFound(UserError, FileNotFoundError):
     """No run of that name or path."""
 

@@ -2,6 +2,7 @@
 
 import ctypes
 import errno
+import fcntl
 import os
 import secrets
 import shutil
@@ -17,6 +18,23 @@ MAX_VECTORS = 1024
 """Parts per system call (IOV_MAX)."""
 
 ASSETS = ("recipes", "slurm_templates", "singularity")
+
+
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, 524)
+"""What file systems without locks answer: some mounts of Lustre, NFS (37) and DVS (524)."""
+
+
+def try_lock(descriptor: int) -> bool:
+    """Takes an exclusive flock; False where another holds it. True, without one, where the file
+    system has no locks. Raises OSError for anything else."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as err:
+        if err.errno not in NO_LOCKS:
+            raise
+    return True
 
 
 def sync_directory(path: Path) -> None:

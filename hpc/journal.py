@@ -76,11 +76,7 @@ def past_attempts(run: RunDirectory, role: str, *, index: int, attempt: int) -> 
             start = msgspec.json.decode(data, type=ledger.Start)
         except (OSError, msgspec.DecodeError):
             continue
-        try:
-            data = run.attempt_exit(role, index=index, attempt=number).read_bytes()
-            end = msgspec.json.decode(data, type=ledger.Exit)
-        except (OSError, msgspec.DecodeError):
-            end = None
+        end = read_exit(run, role, index=index, attempt=number)
         attempts.append(
             Attempt(
                 progress_at_start=start.progress,
@@ -90,6 +86,15 @@ def past_attempts(run: RunDirectory, role: str, *, index: int, attempt: int) -> 
             )
         )
     return attempts
+
+
+def read_exit(run: RunDirectory, role: str, *, index: int, attempt: int) -> ledger.Exit | None:
+    """How an attempt ended; None where that isn't recorded."""
+    try:
+        data = run.attempt_exit(role, index=index, attempt=attempt).read_bytes()
+        return msgspec.json.decode(data, type=ledger.Exit)
+    except (OSError, msgspec.DecodeError):
+        return None
 
 
 def record_start(run: RunDirectory, entry: ledger.Start) -> None:

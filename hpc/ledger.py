@@ -5,7 +5,6 @@ file lock where the file system has locks. A torn line is skipped and counted; a
 refused.
 """
 
-import errno
 import fcntl
 import os
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from typing import Any
 import msgspec
 
 from hpc.errors import LedgerError
+from hpc.files import NO_LOCKS
 
 FORMAT = 1
 """Format number of the records that are written here."""
@@ -92,6 +92,8 @@ class Requeue(Record, frozen=True, kw_only=True, tag="requeue"):
     attempt: int
     job_id: str
     how: str
+    token: str = ""
+    """That of the resubmission's intent."""
 
 
 class Cancel(Record, frozen=True, kw_only=True, tag="cancel"):
@@ -110,7 +112,6 @@ class Resume(Record, frozen=True, kw_only=True, tag="resume"):
 Entry = Intent | Submit | Start | Heartbeat | Exit | Requeue | Cancel | Resume
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(Entry)
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, 524)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,7 +165,7 @@ def _lock(descriptor: int) -> None:
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX)
     except OSError as err:
-        if err.errno not in _NO_LOCKS:
+        if err.errno not in NO_LOCKS:
             raise
 
 

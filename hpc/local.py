@@ -22,6 +22,7 @@ from pathlib import Path
 import hpc
 from hpc import ledger
 from hpc.errors import HpcError, SubmitError
+from hpc.files import NO_LOCKS
 from hpc.groups import stat
 from hpc.prepare import load
 from hpc.rundir import RunDirectory
@@ -42,14 +43,12 @@ def supervisor_pid(run: RunDirectory) -> int | None:
     except FileNotFoundError:
         return None
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
+        if _lock(run, descriptor, fcntl.LOCK_SH):
+            return None
         text = os.pread(descriptor, 32, 0).decode()
         pid = int(text) if text.strip().isdigit() else None
         known = None if pid is None else stat(pid)
         return pid if known is not None and known.state not in "ZX" else None
-    else:
-        return None
     finally:
         os.close(descriptor)
 
@@ -123,20 +122,30 @@ def _locked(run: RunDirectory) -> bool:
     except FileNotFoundError:
         return False
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    else:
-        return False
+        return not _lock(run, descriptor, fcntl.LOCK_SH)
     finally:
         os.close(descriptor)
 
 
+def _lock(run: RunDirectory, descriptor: int, kind: int) -> bool:
+    """Whether the lock could be had. Raises SubmitError where the file system has none."""
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as err:
+        if err.errno not in NO_LOCKS:
+            raise
+        raise SubmitError(
+            f"{run.root} lies on a file system without locks, by which site=local knows its "
+            f"supervisor ({err.strerror}); choose another run_root"
+        ) from err
+    return True
+
+
 def _take_lock(run: RunDirectory) -> int | None:
     descriptor = os.open(run.supervisor, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    if not _lock(run, descriptor, fcntl.LOCK_EX):
         os.close(descriptor)
         return None
     os.ftruncate(descriptor, 0)

@@ -6,10 +6,11 @@ job's comment, so that a submission that was interrupted is found again instead 
 
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 from hpc import ledger, slurm
-from hpc.errors import SubmitError
+from hpc.errors import NoAnswer, SubmitError
 from hpc.files import publish
 from hpc.ledger import format_indexes, parse_indexes
 from hpc.plan import Job, Plan
@@ -17,6 +18,66 @@ from hpc.prepare import interpreter, load, templates
 from hpc.render import Chunk, chunk, comment, render_chunk
 from hpc.rundir import RunDirectory
 from hpc.site import Site
+
+PAUSE_SECONDS = 10.0
+"""After a submission without an answer: a busy controller gets so long before it is asked again."""
+
+LOOKS = 3
+"""So often it is asked what became of it."""
+
+
+def begin(run: RunDirectory, *, job: str, script: str, indexes: str | None) -> ledger.Intent:
+    """Notes that `indexes` of a job are about to be queued, under a token of their own."""
+    token = secrets.token_hex(8)
+    intent = ledger.Intent(time=time.time(), job=job, token=token, script=script, indexes=indexes)
+    ledger.append(run.ledger, entry=intent)
+    return intent
+
+
+def queue(
+    script: Path, *, intent: ledger.Intent, mark: str, options: Sequence[str], tries: int
+) -> str:
+    """`sbatch` of a script under the intent's token, which follows `mark` in the job's comment.
+
+    A submission that got no answer may have come about: it is made again (up to `tries` times) only
+    once the controller has said that it knows no job with the token. Raises SubmitError; NoAnswer
+    where nobody can tell whether the job is queued.
+    """
+    marked = [f"--comment={mark} token={intent.token}", *options]
+    while True:
+        tries -= 1
+        try:
+            return slurm.submit(script, options=marked)
+        except NoAnswer:
+            found = _found_later(intent)
+            if found is not None:
+                return found
+            if tries < 1:
+                raise
+
+
+def _found_later(intent: ledger.Intent) -> str | None:
+    """The job with the intent's token; None where the controller knows none such.
+
+    Raises NoAnswer where it doesn't say.
+    """
+    for left in reversed(range(LOOKS)):
+        time.sleep(PAUSE_SECONDS)
+        try:
+            return _queued().get(intent.token)
+        except SubmitError as err:
+            if not left:
+                raise NoAnswer(str(err)) from err
+    return None
+
+
+def _queued() -> dict[str, str]:
+    """Job id by token, of this user's jobs that were queued here."""
+    return {
+        row.comment.rpartition("token=")[2]: row.job_id.split("_")[0]
+        for row in slurm.queue()
+        if "token=" in row.comment
+    }
 
 
 def submit(
@@ -70,21 +131,22 @@ def _submit_part(
             plan, site, job=job, part=part, templates=templates(), interpreter=interpreter()
         )
         publish(script, data=text.encode(), mode=0o755)
-    token = secrets.token_hex(8)
     text_indexes = None if part.size is None else format_indexes(indexes)
-    options = [f"--comment={comment(plan, job)} token={token}"]
+    options: list[str] = []
     if part.size is not None:
         limit = f"%{part.limit}" if part.limit is not None else ""
         tasks = format_indexes([index - part.index_offset for index in indexes])
         options.append(f"--array={tasks}{limit}")
     if dependencies:
         options.append(f"--dependency=after:{':'.join(dependencies)}")
-    intent = ledger.Intent(
-        time=time.time(), job=job.name, token=token, script=script.name, indexes=text_indexes
-    )
-    ledger.append(run.ledger, entry=intent)
+    intent = begin(run, job=job.name, script=script.name, indexes=text_indexes)
     try:
-        job_id = slurm.submit(script, options=options)
+        job_id = queue(script, intent=intent, mark=comment(plan, job), options=options, tries=1)
+    except NoAnswer as err:
+        raise SubmitError(
+            f"whether job {job.name!r} was queued can't be told ({err}); the same command again "
+            "finds it, or queues it"
+        ) from err
     except SubmitError as err:
         raise SubmitError(f"job {job.name!r} wasn't queued: {err}") from err
     _record_submit(run, intent=intent, job_id=job_id, offset=part.index_offset)
@@ -112,11 +174,7 @@ def adopt(run: RunDirectory) -> None:
     open_intents = half_made(run)
     if not open_intents:
         return
-    by_token = {
-        row.comment.rpartition("token=")[2]: row.job_id.split("_")[0]
-        for row in slurm.queue()
-        if "token=" in row.comment
-    }
+    by_token = _queued()
     _, site = load(run)
     for intent in open_intents:
         job_id = by_token.get(intent.token)
@@ -130,7 +188,8 @@ def adopt(run: RunDirectory) -> None:
 def half_made(run: RunDirectory) -> list[ledger.Intent]:
     """Submissions that were begun; whether they came about isn't recorded."""
     entries = ledger.read(run.ledger).entries
-    known = {entry.token for entry in entries if isinstance(entry, ledger.Submit)}
+    recorded = (entry for entry in entries if isinstance(entry, ledger.Submit | ledger.Requeue))
+    known = {entry.token for entry in recorded}
     return [
         entry for entry in entries if isinstance(entry, ledger.Intent) and entry.token not in known
     ]

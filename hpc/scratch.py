@@ -13,7 +13,7 @@ import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -26,6 +26,16 @@ from hpc.groups import stat
 
 LATE_SECONDS = 3600.0
 """So long after its walltime a job is certainly gone."""
+
+CACHES = {
+    "CUDA_CACHE_PATH": "cuda",
+    "FLASHINFER_WORKSPACE_BASE": "flashinfer",
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "TORCH_EXTENSIONS_DIR": "extensions",
+    "TRITON_CACHE_DIR": "triton",
+    "VLLM_CACHE_ROOT": "vllm",
+}
+"""Where compiled kernels are kept: by default under $HOME or /tmp, whose quotas they fill."""
 
 
 class Owner(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,6 +70,15 @@ def attempt_directory(
     key = hashlib.sha256(os.fsencode(run)).hexdigest()[:12]
     place = Path(temporary) if usable else base
     return place / f"prorl-{os.getuid()}" / f"{key}-{job}-{index}" / str(attempt)
+
+
+def caches(scratch: Path, *, environment: Mapping[str, str]) -> dict[str, str]:
+    """Variables that send programs' caches to `scratch`; none that the site or the user has set."""
+    return {
+        name: str(scratch / "cache" / directory)
+        for name, directory in CACHES.items()
+        if not environment.get(name)
+    }
 
 
 def make_scratch(scratch: Path, *, owner: Owner, now: float) -> None:

@@ -13,12 +13,17 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from hpc.errors import SiteError, SubmitError
+from hpc.errors import NoAnswer, SiteError, SubmitError
 
 TIMEOUT_SECONDS = 60.0
 _LEAKING = ("SLURM_", "SBATCH_", "SRUN_", "SQUEUE_", "PMI", "MASTER_", "PRORL_")
 _KEPT = ("SLURM_CONF",)
 """Says which cluster, not which job."""
+
+_UNANSWERED = re.compile(
+    r"timed out|unable to contact|connect failure|connection (refused|reset)|zero bytes", re.I
+)
+"""Words of a command that doesn't know what became of its request."""
 
 _NO_DATE = ("", "N/A", "None", "Unknown", "(null)")
 
@@ -61,7 +66,10 @@ def scrubbed(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def call(argv: Sequence[str], *, timeout_seconds: float = TIMEOUT_SECONDS) -> str:
-    """Output of a Slurm command. Raises SubmitError in one line with Slurm's own words."""
+    """Output of a Slurm command. Raises SubmitError in one line with Slurm's own words.
+
+    NoAnswer is one of them: the controller may have done what was asked, or do it yet.
+    """
     try:
         done = subprocess.run(
             argv,
@@ -76,11 +84,12 @@ def call(argv: Sequence[str], *, timeout_seconds: float = TIMEOUT_SECONDS) -> st
             f"{argv[0]!r} isn't on this machine; go to a login node, or take site=local"
         ) from err
     except subprocess.TimeoutExpired as err:
-        raise SubmitError(f"{argv[0]} didn't answer within {timeout_seconds:.0f} s") from err
+        raise NoAnswer(f"{argv[0]} didn't answer within {timeout_seconds:.0f} s") from err
     if done.returncode != 0:
         words = (done.stderr or done.stdout).decode(errors="replace").split()
         said = " ".join(words) or "no message"
-        raise SubmitError(f"{argv[0]} failed: {said}")
+        kind = NoAnswer if _UNANSWERED.search(said) else SubmitError
+        raise kind(f"{argv[0]} failed: {said}")
     return done.stdout.decode(errors="replace")
 
 
@@ -93,7 +102,10 @@ def parsable_id(text: str) -> str:
 
 
 def submit(script: Path, *, options: Sequence[str]) -> str:
-    """Submits a script and returns the job id. Raises SubmitError with Slurm's words."""
+    """Submits a script and returns the job id. Raises SubmitError with Slurm's words.
+
+    NoAnswer is one of them: the job may have been queued all the same.
+    """
     return parsable_id(call(["sbatch", "--parsable", *options, str(script)]))
 
 

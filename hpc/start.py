@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hpc import ledger, slurm
-from hpc.again import avoided, refused, requeued, resubmit
+from hpc.again import avoided, follow_up, refused, requeued
 from hpc.attempts import (
     TERMINATE,
     Decision,
@@ -34,7 +34,7 @@ from hpc.journal import (
     superseded,
     why_not,
 )
-from hpc.scratch import attempt_directory, make_scratch, owner, remove_scratch
+from hpc.scratch import attempt_directory, caches, make_scratch, owner, remove_scratch
 
 
 def begin(
@@ -80,6 +80,7 @@ def begin(
         "PRORL_DEADLINE": "" if ends is None else f"{ends:.0f}",
         "PRORL_SCRATCH": str(scratch),
         "PRORL_LOGS": str(logs),
+        **caches(scratch, environment=environment),
     }
     return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in variables.items())
 
@@ -229,7 +230,7 @@ def _act(options: argparse.Namespace, context: Context, *, environment: Mapping[
         _scratch_here(environment, remove=options.remove)
     else:
         attempt = int(environment["PRORL_ATTEMPT"])
-        resubmit(context, script=options.script, attempt=attempt, environment=environment)
+        follow_up(context, script=options.script, attempt=attempt, environment=environment)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -4,7 +4,7 @@ Changes nothing. A job that nobody knows is `unknown`, never a success.
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -126,6 +126,12 @@ def states(run_directory: Path | RunDirectory) -> list[JobState]:
     return found
 
 
+def trouble(found: Sequence[JobState]) -> str:
+    """Why Slurm couldn't be asked; empty where it answered, or wasn't needed."""
+    reasons = (s.reason for s in found if s.phase is Phase.unknown and "squeue" in s.reason)
+    return next(reasons, "")
+
+
 def _run(where: Path | RunDirectory) -> RunDirectory:
     return where if isinstance(where, RunDirectory) else RunDirectory(Path(where))
 
@@ -151,8 +157,9 @@ def newest_submissions(entries: ledger.Ledger) -> dict[tuple[str, int], Submissi
             before = found.get((entry.job, entry.index))
             if before is not None and before.job_id == entry.job_id:
                 continue
+            token = entry.token if isinstance(entry, ledger.Requeue) else ""
             found[entry.job, entry.index] = Submission(
-                job_id=entry.job_id, time=entry.time, token=""
+                job_id=entry.job_id, time=entry.time, token=token
             )
     return found
 

@@ -4,7 +4,6 @@ Every command may be repeated: what is queued or running already is left alone.
 """
 
 import contextlib
-import fcntl
 import os
 import signal
 import time
@@ -13,7 +12,7 @@ from pathlib import Path
 
 from hpc import ledger, local, slurm
 from hpc.errors import PlanError, RunNotFound, SubmitError
-from hpc.files import publish
+from hpc.files import publish, try_lock
 from hpc.ledger import format_indexes
 from hpc.plan import Job, Plan
 from hpc.prepare import (
@@ -23,6 +22,7 @@ from hpc.prepare import (
     check_size,
     indexes_of,
     load,
+    peers,
     prepare,
     scaled,
     unfinished,
@@ -30,7 +30,7 @@ from hpc.prepare import (
 from hpc.queueing import adopt, submit, submitted, without
 from hpc.rundir import RunDirectory
 from hpc.site import Backend, Site
-from hpc.status import ALIVE, JobState, Phase, states
+from hpc.status import ALIVE, JobState, Phase, states, trouble
 
 SETTLE_SECONDS = 60.0
 """Beyond the grace time, how long a resume waits for jobs that are still ending."""
@@ -120,9 +120,9 @@ def resume(run_directory: Path) -> None:
             _adopt(run)
         found = states(run)
         if site.backend is Backend.slurm:
-            trouble = [s.reason for s in found if s.phase is Phase.unknown and "squeue" in s.reason]
-            if trouble:
-                raise SubmitError(f"can't tell what is running: {trouble[0]}")
+            unclear = trouble(found)
+            if unclear:
+                raise SubmitError(f"can't tell what is running: {unclear}")
         wanted = {job.name: indexes_of(run, job) for job in plan.jobs}
         finished = {(s.job, s.index) for s in found if s.phase is Phase.finished}
         alive = {(s.job, s.index) for s in found if s.phase in ALIVE and s.job_id}
@@ -197,13 +197,13 @@ def scale(run_directory: Path, job_name: str, count: int) -> None:
     with _alone(run):
         if site.backend is Backend.local and local.supervisor_pid(run) is None:
             raise SubmitError(f"run {run.name!r} isn't running; `prorl-hpc resume` goes on")
+        known = [] if site.backend is Backend.local else _going(run, plan, job)
         run.desired(job.name).parent.mkdir(exist_ok=True)
         publish(run.desired(job.name), data=f"{count}\n".encode())
         if site.backend is Backend.local:
             local.notify(run, number=signal.SIGHUP)  # one that ends just now reads it at a resume
             return
-        adopt(run)
-        found = [state for state in states(run) if state.job == job.name]
+        found = [state for state in known if state.job == job.name]
         surplus = [s for s in found if s.index >= count and s.phase in (*ALIVE, Phase.unknown)]
         _end_on_slurm(run, surplus, time.time())
         kept = {
@@ -215,6 +215,21 @@ def scale(run_directory: Path, job_name: str, count: int) -> None:
         if needed[job.name]:
             _record_resume(run, plan, {j.name: needed.get(j.name, ()) for j in plan.jobs}, found)
         submit(run, plan, site, wanted=needed)
+
+
+def _going(run: RunDirectory, plan: Plan, job: Job) -> list[JobState]:
+    """The states of the run's jobs; SubmitError where none that `job` works with may be at work.
+
+    Tasks that were queued alone would wait for a buffer that nobody starts.
+    """
+    adopt(run)
+    if not submitted(run):
+        raise SubmitError(f"run {run.name!r} was never started; prorl-hpc submit starts it")
+    found = states(run)
+    group = peers(plan, job)
+    if not any(s.phase in (*ALIVE, Phase.unknown) and s.job_id for s in found if s.job in group):
+        raise SubmitError(f"run {run.name!r} isn't running; `prorl-hpc resume` goes on")
+    return found
 
 
 def _array_job(plan: Plan, name: str) -> Job:
@@ -231,16 +246,17 @@ def _array_job(plan: Plan, name: str) -> Job:
 
 @contextlib.contextmanager
 def _alone(run: RunDirectory) -> Iterator[None]:
-    """One command at a time changes a run. Raises SubmitError while another does."""
+    """One command at a time changes a run, where the file system has locks.
+
+    Raises SubmitError while another does.
+    """
     try:
         descriptor = os.open(run.root / "submit.lock", os.O_RDWR | os.O_CREAT, 0o644)
     except FileNotFoundError as err:
         raise RunNotFound(f"{run.root} is no run directory") from err
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as err:
-        raise SubmitError(f"another prorl-hpc is changing run {run.name!r}; try again") from err
-    else:
+        if not try_lock(descriptor):
+            raise SubmitError(f"another prorl-hpc is changing run {run.name!r}; try again")
         yield
     finally:
         os.close(descriptor)

@@ -69,6 +69,13 @@ class StalePolicy(StrEnum):
     correct = "correct"
 
 
+class OnExhausted(StrEnum):
+    """What a step does when its draws are used up before its batch is full."""
+
+    accept_partial = "accept_partial"
+    error = "error"
+
+
 class CurriculumKind(StrEnum):
     """How the instances of training groups are chosen (prorl_hpc.buffer.opening)."""
 

@@ -27,6 +27,7 @@ from prorl_hpc.choices import (
     InferencePlacement,
     KlEstimator,
     KlPlace,
+    OnExhausted,
     ReferencePlacement,
     StalePolicy,
     Surrogate,
@@ -134,6 +135,8 @@ class AlgorithmConfig:
     kl_place: KlPlace = KlPlace.loss
     kl_input_clamp: float = 20.0
     kl_output_clamp: float = 10.0
+    kl_importance_weighted: bool = False
+    """Weigh the KL by policy over sampler: exact for samples of an older policy."""
     entropy_coef: float = 0.0
     correction: Correction = Correction.none
     correction_low: float = 0.5
@@ -147,7 +150,9 @@ class AlgorithmConfig:
     filter_degenerate: bool = True
     """Dynamic sampling: drop groups whose raw rewards are all equal."""
     max_refills: int = 10
-    """Batches that may be drawn to fill one step before it goes on with what it has."""
+    """Batches that may be drawn, beside the first, to fill one step."""
+    on_exhausted: OnExhausted = OnExhausted.accept_partial
+    """Then: go on with what there is, or end with an error."""
     learning_rate: float = 2e-6
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     weight_decay: float = 0.0

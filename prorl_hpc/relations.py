@@ -115,6 +115,9 @@ def check_trainable(recipe: Recipe) -> None:
     Asked at submit only. An endpoint that somebody else runs has no common way to load a version
     that the learner publishes; rollouts would come from the same old weights for ever.
     """
+    from prorl_hpc.learner.preflight import check_training
+
+    check_training(recipe)
     if recipe.rollout.engine.kind is EngineKind.openai:
         raise RecipeError(
             "rollout.engine.kind=openai can't train: such an endpoint can't load the learner's new "

@@ -27,6 +27,8 @@ from prorl_hpc.run import Run
 
 log = logging.getLogger("prorl_hpc.buffer")
 
+ROLE = "buffer"
+
 
 class Metric(msgspec.Struct, frozen=True, kw_only=True):
     """One line of metrics/buffer.jsonl."""
@@ -54,7 +56,8 @@ class Reporter:
         try:
             with self._path.open("ab") as stream:
                 stream.write(msgspec.json.encode(line) + b"\n")
-            self._allocation.record_progress(status.groups_closed + status.step)
+            if self._allocation.role == ROLE:  # beside the learner, the job's progress is its steps
+                self._allocation.record_progress(status.groups_closed + status.step)
         except OSError as err:  # a full disk must not end what waits for space
             log.warning("metrics can't be written: %s", err)
 

@@ -13,8 +13,6 @@ from prorl_hpc.run import Run
 EXIT_FAILED = 1
 """The run has ended, and failed."""
 
-QUIET = (Phase.running, Phase.finished)
-
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
@@ -23,7 +21,7 @@ def parser() -> argparse.ArgumentParser:
         "with an unreachable controller."
     )
     parser.add_argument("run", help="name or directory of the run")
-    parser.add_argument("--all", action="store_true", help="every array task, also healthy ones")
+    parser.add_argument("--all", action="store_true", help="a row for every array task")
     parser.add_argument("--json", action="store_true", help="for programs")
     return parser
 
@@ -70,21 +68,26 @@ def run(args: argparse.Namespace) -> int:
 
 
 def jobs_table(found: list[JobState], *, now: float, every: bool) -> str:
-    """Healthy array tasks of one job in one row, unless `every`."""
+    """Array tasks of one job of which the same is to be said in one row, unless `every`.
+
+    Failed ones stand alone: their hosts matter.
+    """
     rows = []
-    gathered: dict[tuple[str, str], list[JobState]] = {}
+    gathered: dict[tuple[str, str, str], list[JobState]] = {}
     for state in found:
-        if not every and state.phase in QUIET:
-            gathered.setdefault((state.job, state.phase.value), []).append(state)
-        else:
+        if every or state.phase is Phase.failed:
             rows.append(_row(state, now))
-    for (job, phase), group in gathered.items():
+        else:
+            key = (state.job, state.phase.value, state.reason)
+            gathered.setdefault(key, []).append(state)
+    for (job, phase, reason), group in gathered.items():
         if len(group) == 1:
             rows.append(_row(group[0], now))
         else:
             attempts = max(state.attempt for state in group)
-            rows.append((job, f"{len(group)} tasks", phase, attempts, "", "", ""))
-    rows.sort(key=lambda row: [state.job for state in found].index(str(row[0])))
+            rows.append((job, f"{len(group)} tasks", phase, attempts, "", "", reason))
+    order = {job: place for place, job in enumerate(dict.fromkeys(state.job for state in found))}
+    rows.sort(key=lambda row: order[str(row[0])])
     return table(("job", "index", "state", "attempt", "for", "host", "why"), rows)
 
 

@@ -1,12 +1,14 @@
 """`prorl-hpc watch`: live progress from the metrics files and the states of the jobs."""
 
 import argparse
+import math
+import random
 import time
 from dataclasses import dataclass, field
 
 from hpc.local import supervisor_pid
 from hpc.site import Backend
-from hpc.status import ALIVE, JobState, Phase, states
+from hpc.status import ALIVE, JobState, Phase, states, trouble
 from prorl_hpc.cli.runs import find_run
 from prorl_hpc.observe.culprit import ending
 from prorl_hpc.observe.dashboard import (
@@ -24,6 +26,9 @@ from prorl_hpc.run import Run
 POLL_SECONDS = 0.5
 LOCAL_STATES_SECONDS = 2.0
 SLURM_STATES_SECONDS = 60.0
+LONGEST_PACE_SECONDS = 600.0
+"""While the controller doesn't answer."""
+
 HEADER_LINES = 25
 
 
@@ -44,26 +49,42 @@ def run(args: argparse.Namespace) -> int:
 def follow(run_: Run, *, quiet: bool = False, from_now: bool = False) -> int:
     """Prints progress until the run ends: 0 when its learner finished, else 1 with the reason."""
     recipe = load_recipe(run_.recipe)
-    pace = SLURM_STATES_SECONDS
-    if site_of(recipe).backend is Backend.local:
-        pace = LOCAL_STATES_SECONDS
+    local = site_of(recipe).backend is Backend.local
+    pace = Pace(seconds=LOCAL_STATES_SECONDS if local else SLURM_STATES_SECONDS)
     printer = _Printer(recipe=recipe, run=run_, quiet=quiet)
     if from_now:
         printer.skip()
-    asked = -pace
     while True:
         found: list[JobState] | None = None
-        if time.monotonic() - asked >= pace:
+        if pace.due(time.monotonic()):
             found = states(run_)
-            asked = time.monotonic()
+            pace.asked(time.monotonic(), answered=not trouble(found))
         printer.rows()
         if found is not None:
             printer.jobs(found)
-            local = pace == LOCAL_STATES_SECONDS
             if is_over(found, local=local, supervised=local and supervisor_pid(run_) is not None):
                 printer.rows()
                 return verdict(run_, found)
         time.sleep(POLL_SECONDS)
+
+
+@dataclass(kw_only=True, slots=True)
+class Pace:
+    """When the scheduler is asked again: many watches don't ask in step, and the longer a busy
+    controller gives no answer, the seldomer."""
+
+    seconds: float
+    rng: random.Random = field(default_factory=random.Random)
+    _due: float = -math.inf
+    _failures: int = 0
+
+    def due(self, now: float) -> bool:
+        return now >= self._due
+
+    def asked(self, now: float, *, answered: bool) -> None:
+        self._failures = 0 if answered else self._failures + 1
+        wait = min(self.seconds * 2**self._failures, max(self.seconds, LONGEST_PACE_SECONDS))
+        self._due = now + wait * self.rng.uniform(0.75, 1.25)
 
 
 def is_over(found: list[JobState], *, local: bool, supervised: bool = False) -> bool:

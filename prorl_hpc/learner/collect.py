@@ -25,6 +25,7 @@ from prorl_hpc.learner.filtering import (
     decide_refill,
     filter_groups,
 )
+from prorl_hpc.learner.preflight import longest_response
 from prorl_hpc.learner.shaping import shape_rewards
 from prorl_hpc.learner.stages import stage_at
 from prorl_hpc.recipe import Recipe
@@ -36,6 +37,10 @@ POLL_SECONDS = 2.0
 
 class NoBatch(HpcError, TimeoutError):
     """The buffer gave no batch within the bound; the message names who was missing."""
+
+
+class TooFewGroups(HpcError, RuntimeError):
+    """A step's draws gave too few groups with a signal, and the recipe wants no partial batch."""
 
 
 class GroupSource(Protocol):
@@ -107,7 +112,8 @@ class Collector:
         """The batch of step `step` (from 0), or None when the learner is to stop.
 
         `num_consumed`: groups consumed before this step; `roll_backs`: policy versions beside those
-        of the steps. Raises NoBatch when the bound is over.
+        of the steps. Raises NoBatch when the bound is over, and TooFewGroups where
+        `algorithm.on_exhausted=error` and the draws are used up.
         """
         algorithm = self._recipe.algorithm
         started = self._now()
@@ -127,7 +133,10 @@ class Collector:
                 wanted_groups=wanted,
                 rounds_used=rounds,
                 max_rounds=1 + algorithm.max_refills,
+                on_exhausted=algorithm.on_exhausted,
             )
+            if decision.action is RefillAction.fail:
+                raise TooFewGroups(f"step {step + 1}: {decision.reason}")
             if decision.action is not RefillAction.refill:
                 break
             # Not the trained ones: a partial step leaves fewer groups to replace.
@@ -274,13 +283,12 @@ class Collector:
         terms: dict[str, float] = {}
         for task in sorted({sample.task for sample in samples}):
             chosen = [i for i, sample in enumerate(samples) if sample.task == task]
-            longest = recipe.tasks[task].max_new_tokens or recipe.rollout.max_new_tokens
             result = shape_rewards(
                 [samples[i].reward for i in chosen],
                 [samples[i].response_tokens for i in chosen],
                 [samples[i].stopped for i in chosen],
                 config=recipe.algorithm.shaping,
-                max_tokens=min(longest, stage.context_tokens),
+                max_tokens=longest_response(recipe, task=task, context_tokens=stage.context_tokens),
                 update=step,
             )
             for place, value in zip(chosen, result.rewards.tolist(), strict=True):

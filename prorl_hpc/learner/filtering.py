@@ -14,6 +14,7 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
+from prorl_hpc.choices import OnExhausted
 from prorl_hpc.learner.algorithm_error import AlgorithmError
 
 MIN_SPREAD = 1e-6
@@ -73,13 +74,6 @@ def filter_groups(
         num_equal_high=int((equal_G & (high_G > 0)).sum()),
         num_too_few=int((~enough_G).sum()),
     )
-
-
-class OnExhausted(StrEnum):
-    """What a step does when its draws are used up before the batch is full."""
-
-    accept_partial = "accept_partial"
-    error = "error"
 
 
 class RefillAction(StrEnum):

@@ -6,7 +6,7 @@ the policy sampled. All of them are aligned to the predicted token: entry t is a
 
 Usage, in the train loop:
 
-    config = objective_config(recipe.algorithm, max_new_tokens=recipe.rollout.max_new_tokens)
+    config = objective_config(recipe.algorithm, max_new_tokens=longest_of_run(recipe))
 
     # 1. Once per batch of groups, over all ranks: filter, shape, advantages.
     kept = filter_groups(raw_rewards_N, group_ids_N)

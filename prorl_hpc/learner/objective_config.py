@@ -104,6 +104,7 @@ def objective_config(algorithm: AlgorithmConfig, *, max_new_tokens: int) -> Obje
         kl_place=algorithm.kl_place,
         kl_input_clamp=algorithm.kl_input_clamp,
         kl_output_clamp=algorithm.kl_output_clamp,
+        kl_importance_weighted=algorithm.kl_importance_weighted,
         correction=algorithm.correction,
         correction_low=algorithm.correction_low,
         correction_high=algorithm.correction_high,

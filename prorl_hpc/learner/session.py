@@ -24,6 +24,7 @@ from prorl_hpc.learner.model import build_policy
 from prorl_hpc.learner.objective import objective_config
 from prorl_hpc.learner.optimizer import build_optimizer
 from prorl_hpc.learner.output import Outputs
+from prorl_hpc.learner.preflight import longest_of_run
 from prorl_hpc.learner.publish import publish_start
 from prorl_hpc.learner.record import Recorder, log
 from prorl_hpc.learner.reset import ResetState, state_to_json
@@ -227,7 +228,7 @@ def _build_stepper(recipe: Recipe, run: Run, *, ranks: Ranks) -> Stepper:
         model=model,
         optimizer=optimizer,
         algorithm=recipe.algorithm,
-        objective=objective_config(recipe.algorithm, max_new_tokens=recipe.rollout.max_new_tokens),
+        objective=objective_config(recipe.algorithm, max_new_tokens=longest_of_run(recipe)),
         ranks=ranks,
         tokens_per_micro_batch=recipe.learner.tokens_per_micro_batch,
         reference_placement=recipe.learner.reference_placement,

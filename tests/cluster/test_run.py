@@ -100,6 +100,9 @@ def test_a_run_with_preempted_rollout_tasks(session: ClusterSession) -> None:
     session.submit()
     assert "already started" in session.submit().stdout
     session.wait_step(2)
+    learner = session.cluster.job(session.newest("learner").job_id)
+    assert learner["Reservation"] == "h100"
+    assert learner["TresPerNode"].endswith("gpu:h100:8")
     # Two whole nodes: the buffer's can't be had, so both rollout tasks must go.
     urgent = ("--partition=urgent", "--nodes=2", "--exclusive", "--time=5", "--mem=100")
     session.cluster.sbatch("sleep 1", *urgent, cwd=Path("/tmp"))
@@ -144,7 +147,11 @@ def test_a_run_in_trouble(session: ClusterSession) -> None:
     assert session.newest("rollout").attempt == 2  # nothing of the old copy called it back
 
 
-def test_a_run_submitted_by_hand(session: ClusterSession) -> None:
+def test_a_run_submitted_by_hand_loses_nodes(session: ClusterSession) -> None:
+    """Queued with the sbatch lines of its README.txt; then slurmd, and all that it ran, dies under
+    the learner and under a rollout task."""
+    steps = 20
+    session.overrides = [f"steps={steps}"]
     session.submit("--dry-run")
     assert not session.run.ledger.exists()
     ids: dict[str, str] = {}
@@ -156,5 +163,21 @@ def test_a_run_submitted_by_hand(session: ClusterSession) -> None:
         assert done.returncode == 0, done.stderr
         ids[Path(command[-1]).stem] = done.stdout.split()[-1]  # Submitted batch job 12
     assert list(ids) == ["buffer", "rollout", "learner"]
+    session.wait_step(4)
+    hosts = [session.newest(job).host for job in ("learner", "rollout")]
+    assert session.newest("buffer").host not in hosts
+    for host in hosts:
+        session.cluster.crash(host)
+    try:
+        for host in hosts:
+            session.wait(
+                lambda host=host: session.cluster.node_state(host).startswith("down"),
+                what=f"{host} is missed",
+            )
+    finally:
+        for host in hosts:
+            session.cluster.start_slurmd(host)
     session.wait_all()
-    session.audit(steps=6, batch_groups=4)
+    session.audit(steps=steps, batch_groups=4)
+    assert [session.newest(job).attempt for job in ("learner", "rollout")] == [2, 2]
+    assert len(session.starts("buffer")) == 1

@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+UNANSWERED = "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation"
+"""What sbatch says where it can't tell; `unanswered` in the state: was it `queued`, or `lost`?"""
+
 COMMANDS = ("sbatch", "squeue", "scancel", "scontrol", "sinfo", "sacct")
 
 
@@ -46,7 +49,8 @@ def install(directory: Path) -> FakeSlurm:
     fake = FakeSlurm(directory=directory)
     (directory / "bin").mkdir(parents=True)
     state = {"next": 100, "jobs": [], "calls": [], "down": "", "partitions": ["cpu", "gpu"],
-             "accounting": {}, "sbatch_error": "", "no_other_node": ""}  # fmt: skip
+             "accounting": {}, "sbatch_error": "", "no_other_node": "", "unanswered": [],
+             "squeue_silent": 0}  # fmt: skip
     fake.state_file.write_text(json.dumps(state))
     for command in COMMANDS:
         path = directory / "bin" / command
@@ -80,6 +84,10 @@ def _sbatch(state: dict[str, Any], arguments: list[str], options: dict[str, str]
         return 1
     leaked = [name for name in os.environ if name.startswith(("SLURM_", "SBATCH_", "PMI"))]
     assert leaked in ([], ["SLURM_CONF"]), leaked
+    unanswered = state["unanswered"].pop(0) if state["unanswered"] else ""
+    if unanswered == "lost":
+        print(UNANSWERED, file=sys.stderr)
+        return 1
     number = str(state["next"])
     state["next"] += 1
     for task in _tasks(options.get("--array")):
@@ -89,6 +97,9 @@ def _sbatch(state: dict[str, Any], arguments: list[str], options: dict[str, str]
             "comment": options.get("--comment", ""), "script": arguments[-1],
             "dependency": options.get("--dependency", ""), "submitted": "2026-01-01T00:00:00",
         })  # fmt: skip
+    if unanswered == "queued":
+        print(UNANSWERED, file=sys.stderr)
+        return 1
     print(f"{number};cluster")
     return 0
 
@@ -104,6 +115,10 @@ def _tasks(text: str | None) -> list[str]:
 
 
 def _squeue(state: dict[str, Any], arguments: list[str], options: dict[str, str]) -> int:
+    if state["squeue_silent"]:
+        state["squeue_silent"] -= 1
+        print("slurm_load_jobs error: Socket timed out on send/recv operation", file=sys.stderr)
+        return 1
     wanted = options.get("--jobs")
     ids = None if wanted is None else wanted.split(",")
     rows = [job for job in state["jobs"] if ids is None or job["array"] in ids or job["id"] in ids]

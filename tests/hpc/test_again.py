@@ -5,11 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from hpc import ledger, start
+from hpc import again, ledger, queueing, start, status
 from hpc.attempts import Attempt, bad_hosts
 from hpc.context import Context
+from hpc.errors import NoAnswer
+from hpc.prepare import prepare
 from hpc.rundir import RunDirectory
 from tests.hpc.fake_slurm import FakeSlurm, install
+from tests.hpc.plans import job, plan, slurm_site
 from tests.hpc.test_start import variables
 
 SCRIPT = Path("scripts/learner.sbatch")
@@ -18,13 +21,16 @@ SCRIPT = Path("scripts/learner.sbatch")
 @pytest.fixture
 def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
     made = install(tmp_path / "slurm")
+    monkeypatch.setattr(queueing, "PAUSE_SECONDS", 0.0)
     monkeypatch.setenv("PATH", f"{tmp_path}/slurm/bin{os.pathsep}{os.environ['PATH']}")
     return made
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDirectory:
-    return RunDirectory(tmp_path / "run")
+    made = RunDirectory(tmp_path / "run")
+    prepare(made, plan=plan(job(), directory=made.root), site=slurm_site())
+    return made
 
 
 def given(run: RunDirectory, *, job: int, host: str, **changes: str) -> dict[str, str]:
@@ -67,9 +73,10 @@ def test_a_node_without_what_the_site_needs_is_left_once(
 ) -> None:
     refuse(run, given(run, job=7, host="n1"))
     (call,) = fake.calls("sbatch")
-    assert call[1:] == ["--exclude=n1", str(SCRIPT)]
-    (again,) = (e for e in ledger.read(run.ledger).entries if isinstance(e, ledger.Requeue))
-    assert (again.job_id, again.how) == ("100", "resubmit")
+    token = call[1].removeprefix("--comment=prorl-hpc run=r1 job=learner token=")
+    assert call[2:] == ["--exclude=n1", str(SCRIPT)]
+    (requeue,) = (e for e in ledger.read(run.ledger).entries if isinstance(e, ledger.Requeue))
+    assert (requeue.job_id, requeue.how, requeue.token) == ("100", "resubmit", token)
     refuse(run, given(run, job=100, host="n2"))  # then it isn't the node
     assert len(fake.calls("sbatch")) == 1
     assert [(end.next, end.reason) for end in ends(run)] == [
@@ -103,11 +110,74 @@ def test_two_failures_on_a_node_are_held_against_it(fake: FakeSlurm, run: RunDir
     assert attempt(run, first, code=137) == "requeue"
     assert attempt(run, first, code=137) == "resubmit"
     context = Context.from_environment(first)
-    start.resubmit(context, script=SCRIPT, attempt=2, environment=first)
-    assert fake.calls("sbatch")[0][1:] == ["--array=4", "--exclude=n1", str(SCRIPT)]
+    again.resubmit(context, script=SCRIPT, attempt=2, environment=first)
+    assert fake.calls("sbatch")[0][2:] == ["--array=4", "--exclude=n1", str(SCRIPT)]
     fake.change(no_other_node="Requested node configuration is not available")
-    start.resubmit(context, script=SCRIPT, attempt=2, environment=first)
-    assert fake.calls("sbatch")[-1][1:] == ["--array=4", str(SCRIPT)]
+    again.resubmit(context, script=SCRIPT, attempt=2, environment=first)
+    assert fake.calls("sbatch")[-1][2:] == ["--array=4", str(SCRIPT)]
     # several nodes: nobody can tell which of them it was
     several = given(run, job=9, host="n1", SLURM_JOB_NUM_NODES="2")
     assert attempt(run, several, code=137) == "requeue"
+
+
+def ended(run: RunDirectory) -> tuple[Context, dict[str, str]]:
+    """A job of a partition that cancels what it preempts, about to submit itself again."""
+    before = given(run, job=7, host="n1", PRORL_ON_PREEMPT="cancel")
+    assert attempt(run, before, code=75, asked="TERM") == "resubmit"
+    return Context.from_environment(before), before
+
+
+@pytest.mark.parametrize(
+    ("unanswered", "silent", "submissions"),
+    [
+        (["queued"], 0, 1),
+        (["queued"], 2, 1),  # squeue gives no answer either, at first
+        (["lost"], 0, 2),
+        (["lost", "queued"], 1, 2),
+    ],
+)
+def test_a_submission_without_an_answer_is_looked_for_before_it_is_made_again(
+    fake: FakeSlurm, run: RunDirectory, unanswered: list[str], silent: int, submissions: int
+) -> None:
+    context, before = ended(run)
+    fake.change(unanswered=unanswered, squeue_silent=silent)
+    new_id = again.resubmit(context, script=SCRIPT, attempt=1, environment=before)
+    assert [one["id"] for one in fake.jobs()] == [new_id]
+    calls = fake.calls("sbatch")
+    assert len(calls) == submissions
+    assert len({call[1] for call in calls}) == 1  # the same token
+    assert queueing.half_made(run) == []
+    assert [(s.job_id, s.phase) for s in status.states(run)] == [(new_id, "pending")]
+
+
+def test_a_submission_of_which_nobody_can_tell_is_left_to_a_resume(
+    fake: FakeSlurm, run: RunDirectory
+) -> None:
+    context, before = ended(run)
+    fake.change(unanswered=["queued"], squeue_silent=queueing.LOOKS)
+    with pytest.raises(NoAnswer):
+        again.resubmit(context, script=SCRIPT, attempt=1, environment=before)
+    assert len(fake.calls("sbatch")) == 1
+    queueing.adopt(run)  # as a resume, or any other command that changes the run
+    assert queueing.half_made(run) == []
+    assert [(s.job_id, s.phase) for s in status.states(run)] == [("100", "pending")]
+
+
+def test_a_node_is_left_once_where_the_controller_is_busy(
+    fake: FakeSlurm, run: RunDirectory
+) -> None:
+    """No answer isn't the refusal of a submission without that node."""
+    fake.change(unanswered=["queued"], squeue_silent=queueing.LOOKS)
+    refuse(run, given(run, job=7, host="n1"))
+    assert len(fake.calls("sbatch")) == 1
+    assert [end.next for end in ends(run)] == ["again"]
+
+
+def test_a_job_that_slurm_refuses_to_take_again_has_failed(
+    fake: FakeSlurm, run: RunDirectory
+) -> None:
+    context, before = ended(run)
+    fake.change(sbatch_error="invalid account")
+    again.follow_up(context, script=SCRIPT, attempt=1, environment=before)
+    assert [end.next for end in ends(run)] == ["again", "failed"]
+    assert "not submitted again: sbatch failed: sbatch: error: invalid" in ends(run)[-1].reason

@@ -92,6 +92,27 @@ def enumerate_names(values: tuple[str, ...]) -> list[tuple[str, str]]:
     return [(f"V{number}", value) for number, value in enumerate(values)]
 
 
+@pytest.mark.parametrize("name", ["rollout", "buffer", "learner"])
+def test_a_busy_controller_does_not_end_the_chain(name: str) -> None:
+    """The end of the script, with a scontrol that fails twice."""
+    text = golden_scripts()[name]
+    stubs = """
+    python=answer code=75 asked=USR2 script=x SLURM_JOB_ID=7 SLURM_ARRAY_JOB_ID=8
+    SLURM_ARRAY_TASK_ID=3
+    answer() { [ "$3" != end ] || echo requeue; }
+    sleep() { echo "sleep $1"; }
+    scontrol() { echo "scontrol $*"; calls=$((calls + 1)); [ "$calls" -gt 2 ]; }
+    """
+    done = subprocess.run(
+        ["bash", "-c", stubs + text[text.index("# ---- What follows") :]],
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    job_id = "8_3" if name == "rollout" else "7"
+    asked = f"scontrol requeue {job_id}"
+    assert done.stdout.splitlines() == [asked, "sleep 10", asked, "sleep 30", asked]
+    assert done.returncode == 75
+
+
 def test_chunks_divide_the_limit() -> None:
     site = slurm_site(max_array_size=1000)
     parts = chunks(job("rollout", array_size=2500, array_limit=100), site)

@@ -91,6 +91,14 @@ def test_temporary_directory_of_the_node_comes_first(tmp_path: Path) -> None:
     assert Path(gone["PRORL_SCRATCH"]).is_relative_to(run.root / "scratch")
 
 
+def test_caches_of_compiled_kernels_fill_no_home_directory(tmp_path: Path) -> None:
+    given = begin(RunDirectory(tmp_path), TRITON_CACHE_DIR="/shared/triton", VLLM_CACHE_ROOT="")
+    scratch = Path(given["PRORL_SCRATCH"])
+    assert given["TRITON_CACHE_DIR"] == "/shared/triton"  # the user's own, or the site's setup
+    for name in ("CUDA_CACHE_PATH", "TORCHINDUCTOR_CACHE_DIR", "VLLM_CACHE_ROOT"):
+        assert Path(given[name]).parent == scratch / "cache"
+
+
 def test_scratch_of_someone_else_is_refused(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run")
     base = Path(variables(run)["PRORL_SCRATCH_BASE"])

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from hpc import ledger, slurm, status, submit
+from hpc import ledger, queueing, slurm, status, submit
 from hpc.allocation import Allocation
 from hpc.errors import PlanError, SiteError, SubmitError
 from hpc.plan import Job
+from hpc.prepare import prepare
 from hpc.rundir import RunDirectory
 from hpc.site import Placement, Site
 from tests.hpc.fake_slurm import FakeSlurm, install
@@ -19,6 +20,7 @@ from tests.hpc.test_allocation import VARIABLES
 @pytest.fixture
 def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
     made = install(tmp_path / "slurm")
+    monkeypatch.setattr(queueing, "PAUSE_SECONDS", 0.0)
     monkeypatch.setenv("PATH", f"{tmp_path}/slurm/bin{os.pathsep}{os.environ['PATH']}")
     for name in ("SLURM_JOB_ID", "SBATCH_ACCOUNT", "PMI_RANK", "MASTER_ADDR"):
         monkeypatch.setenv(name, "leaks")
@@ -148,6 +150,17 @@ def test_refused_job_is_told_in_slurms_words(fake: FakeSlurm, run: RunDirectory)
     fake.change(sbatch_error="")
     launch(run, *three())
     assert len(fake.jobs()) == 5
+
+
+def test_a_submission_without_an_answer_is_found_or_told(
+    fake: FakeSlurm, run: RunDirectory
+) -> None:
+    fake.change(unanswered=["queued", "lost"])
+    with pytest.raises(SubmitError, match=r"whether job 'rollout' was queued can't be told .*out"):
+        launch(run, *three())
+    launch(run, *three())
+    assert len(fake.jobs()) == 5
+    assert set(phases(run).values()) == {"pending"}
 
 
 @pytest.mark.parametrize(
@@ -299,6 +312,18 @@ def test_resume_starts_what_is_missing(fake: FakeSlurm, run: RunDirectory) -> No
     assert phases(run)["images3"] == "pending"
 
 
+@pytest.mark.parametrize("word", ["COMPLETING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD"])
+def test_what_is_between_two_states_is_not_started_again(
+    fake: FakeSlurm, run: RunDirectory, word: str
+) -> None:
+    launch(run, job("images", array_size=2))
+    for task in ("100_0", "100_1"):
+        fake.set_job(task, state=word)
+    end(run, "images", 1, following="again", job_id="100_1")
+    submit.resume(run.root)
+    assert len(fake.calls("sbatch")) == 1
+
+
 def test_resume_brings_peers_back_together(fake: FakeSlurm, run: RunDirectory) -> None:
     launch(run, job("buffer"), job("learner", after=("buffer",)))
     fake.set_job("100", state="COMPLETED")
@@ -328,6 +353,23 @@ def test_scale(fake: FakeSlurm, run: RunDirectory) -> None:
     assert running[1:] == ["--signal=TERM", "--batch", "100_2"]
     submit.scale(run.root, "rollout", 4)
     assert "--array=3" in fake.calls("sbatch")[-1]  # index 2 still runs
+
+
+def test_a_run_that_is_not_going_on_is_not_scaled(fake: FakeSlurm, run: RunDirectory) -> None:
+    """Nothing would ever be there for the new tasks to work with."""
+    prepare(run, plan=plan(*three(), directory=run.root), site=slurm_site())
+    with pytest.raises(SubmitError, match="was never started"):
+        submit.scale(run.root, "rollout", 5)
+    launch(run, *three())
+    for one in fake.jobs():
+        fake.set_job(one["id"], state="CANCELLED")
+    with pytest.raises(SubmitError, match=r"isn't running; .*resume"):
+        submit.scale(run.root, "rollout", 5)
+    assert len(fake.calls("sbatch")) == 3
+    assert status.indexes_of(run, three()[1]) == (0, 1, 2)
+    fake.set_job("100", state="RUNNING")
+    submit.scale(run.root, "rollout", 5)
+    assert "--array=0-4%2" in fake.calls("sbatch")[-1]
 
 
 def test_slurm_off_this_machine(

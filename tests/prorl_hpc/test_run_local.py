@@ -1,6 +1,7 @@
 """The command line on whole runs of this machine, and on recipes that can't work."""
 
 import json
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -85,6 +86,37 @@ def test_nodes_join_and_leave_and_a_cancelled_run_goes_on(session: Session) -> N
     assert _frozen(session) == frozen
     assert {end.index for end in session.ends("rollout")[started:]} == {0}
     assert not run.stop_request.exists()
+
+
+@pytest.mark.process
+@pytest.mark.timeout(1200)
+def test_the_buffer_beside_the_learner_is_killed_and_the_run_goes_on(session: Session) -> None:
+    session.overrides = ["steps=8", "buffer.colocate=learner"]
+    session.submit()
+    session.wait_step(3)
+    # In a process group of its own: the job's script isn't its leader.
+    words = (b"prorl_hpc.buffer", bytes(session.run.root))
+    (buffer,) = (pid for pid in _pids() if all(word in _arguments(pid) for word in words))
+    session.send(buffer, signal.SIGKILL)
+    session.wait_end()
+    assert [end.code for end in session.ends("learner")] == [75, 0], session.said()
+    assert session.ends("buffer") == []
+    session.audit(steps=8, batch_groups=4)
+    steps = [end.progress for end in session.ends("learner")]
+    assert steps[-1] == 8  # and not what the buffer counts
+    assert steps[0] is not None
+    assert 3 <= steps[0] < 8
+
+
+def _pids() -> list[int]:
+    return [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
+
+
+def _arguments(pid: int) -> list[bytes]:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return []
 
 
 def _frozen(session: Session) -> dict[str, bytes]:

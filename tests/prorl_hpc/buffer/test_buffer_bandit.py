@@ -15,7 +15,7 @@ from prorl_hpc.choices import CurriculumKind
 from prorl_hpc.cli.inputs import check_inputs
 from prorl_hpc.recipe import RecipeError, dump_recipe, load_recipe
 from tests.prorl_hpc.buffer.buffer_helpers import make_config, produce
-from tests.prorl_hpc.buffer.test_buffer_dispatcher import Disk, announce
+from tests.prorl_hpc.buffer.dispatcher_helpers import Disk, announce
 from tests.prorl_hpc.test_recipe import recipe
 
 BATCH = 6

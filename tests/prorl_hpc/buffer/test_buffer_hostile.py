@@ -1,7 +1,6 @@
 """Clients without the run's key, garbage, oversized messages, full disks, damaged shards."""
 
 import asyncio
-import errno
 import logging
 import os
 import socket
@@ -13,7 +12,7 @@ import msgspec
 import pytest
 import zmq
 
-from prorl_hpc.buffer import frames, manifest, store
+from prorl_hpc.buffer import frames, manifest
 from prorl_hpc.buffer.channel import BlockingChannel, Identity, configure
 from prorl_hpc.buffer.client import LearnerClient, RolloutClient
 from prorl_hpc.buffer.keys import ClientKeys, KeysError, load_client_keys, make_keys
@@ -180,53 +179,6 @@ def test_an_oversized_message_is_refused(tmp_path: Path) -> None:
         with raw(buffer) as client:
             client.send_multipart([b"x" * (1 << 20)])  # cut off by the transport
             assert asyncio.run(node(100)) == "stored"
-        learner.close()
-
-
-def test_a_full_disk_pauses_the_run_and_acks_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(store, "RETRY_SECONDS", 0.05)
-    full = True
-    write = os.writev
-
-    def write_or_fail(descriptor: int, parts: list[memoryview]) -> int:
-        # Only shards are written in pieces.
-        if full:
-            write(descriptor, [bytes(parts[0])[:100]])
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return write(descriptor, parts)
-
-    run = make_run(tmp_path / "run")
-    with serving(run) as buffer:
-        learner = buffer.learner()
-
-        async def node() -> None:
-            nonlocal full
-            client = await buffer.rollout()
-            lease = (await client.lease(4)).leases[0]
-            monkeypatch.setattr(os, "writev", write_or_fail)
-            push = asyncio.create_task(client.push(produce(lease)))
-            paused = buffer.server.service.store
-            while "No space left" not in paused.paused:
-                await asyncio.sleep(0.01)
-            assert (await client.lease(4)).leases == ()
-            second = asyncio.create_task(client.push([make_trajectory(1, 0)]))
-            while not client.busy:
-                await asyncio.sleep(0.01)
-            assert "make room" in client.busy
-            assert "No space left" in (await asyncio.to_thread(learner.status)).note
-            assert not push.done()
-            assert [p.name for p in run.shards.iterdir() if p.suffix == ".h5"] == []
-            full = False
-            assert set((await push).values()) == {"stored"}
-            assert set((await second).values()) == {"stored"}
-            await client.close()
-
-        asyncio.run(asyncio.wait_for(node(), DEADLINE_SECONDS))
-        ref = learner.take(1, timeout_seconds=DEADLINE_SECONDS)[0]
-        assert len(GroupReader(run).read(ref).trajectories) == 4
-        assert learner.status().note == ""
         learner.close()
 
 

@@ -1,5 +1,6 @@
 """Shards, wire frames and the export: what goes in comes out."""
 
+import fcntl
 import hashlib
 import io
 import json
@@ -90,6 +91,19 @@ def test_any_hdf5_reader_can_read_a_shard(tmp_path: Path) -> None:
         assert file["table"]["num_sampled"].tolist() == [2, 3]
         assert file["table"]["oldest_version"].tolist() == [0, 0]
         assert file["groups"]["num_rows"].tolist() == [1, 1]
+
+
+def test_a_shard_is_read_where_locks_are_refused(tmp_path: Path) -> None:
+    """HDF5 locks what it opens, unless it is told not to: some mounts answer that with an error."""
+    path = tmp_path / "1.h5"
+    digest = write_shard(path, image=shard_image([make_trajectory(1, 0)]))
+    with path.open("rb") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(OSError, match="lock"):
+            h5py.File(path, "r", locking=True)
+        shard = OpenShard(path, number=1, digest=digest)
+        assert shard.read(0).group_id == 1
+        shard.close()
 
 
 def test_a_newer_shard_format_is_refused(tmp_path: Path) -> None:

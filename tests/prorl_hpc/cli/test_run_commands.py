@@ -2,94 +2,20 @@
 
 import json
 import shutil
-from pathlib import Path
+from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from hpc import ledger
 from hpc.errors import UserError
-from hpc.status import JobState, Phase
-from prorl_hpc.buffer.image import shard_image, write_shard
-from prorl_hpc.buffer.manifest import Closed, Line, ManifestWriter, Owner, Shard
-from prorl_hpc.buffer.validation import first_group
-from prorl_hpc.cli.evaluate import parse_ks
+from hpc.status import Phase
 from prorl_hpc.cli.logs import attempt_directory
 from prorl_hpc.cli.main import main
-from prorl_hpc.cli.status import duration
+from prorl_hpc.cli.status import duration, jobs_table
 from prorl_hpc.cli.table import table
-from prorl_hpc.cli.watch import is_over, summary
-from prorl_hpc.evaluation.estimators import EvaluationError
-from prorl_hpc.evaluation.evaluate import plan_leases, score_tasks
 from prorl_hpc.observe.metrics import MetricsWriter
-from prorl_hpc.observe.trajectories import describe_trajectory, segments
-from prorl_hpc.policy import publish_directory, publish_policy
-from prorl_hpc.recipe import Recipe, TaskConfig, load_recipe
-from prorl_hpc.records import Kind, Outcome, Trajectory
 from prorl_hpc.run import Run
-from tests.prorl_hpc.cli.support import recipe_directory
-
-
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    monkeypatch.chdir(tmp_path)
-    groups = recipe_directory(tmp_path / "groups")
-    argv = ["submit", "recipe=quickstart", "site=desk", "--recipe-dir", str(groups), "--dry-run"]
-    assert main(argv) == 0
-    return Run(tmp_path / "runs" / "quickstart")
-
-
-def state(job: str, phase: Phase, *, index: int = 0) -> JobState:
-    return JobState(
-        job=job, role=job, index=index, phase=phase, reason="", job_id="1", attempt=1, host="h",
-        started=0.0, ended=None,
-    )  # fmt: skip
-
-
-def trajectory(reward: float | None, *, group: int = 0, index: int = 0) -> Trajectory:
-    failed = reward is None
-    return Trajectory(
-        group_id=group,
-        rollout_index=index,
-        kind=Kind.validation,
-        task="a",
-        instance_id=f"a-{group}",
-        tokens=np.array([5, 6, 7, 8], dtype=np.int32),
-        loss_mask=np.array([0, 0, 1, 1], dtype=np.uint8),
-        logprobs=np.zeros(4, dtype=np.float32),
-        versions=np.array([-1, -1, 3, 3], dtype=np.int32),
-        reward=reward,
-        outcome=Outcome.infrastructure_failure if failed else Outcome.scored,
-    )
-
-
-def store_groups(run: Run, made: list[Trajectory]) -> None:
-    """What a buffer leaves: one shard, and its groups closed."""
-    run.shards.mkdir(parents=True)
-    image = shard_image(made)
-    digest = write_shard(run.shard(7), image=image)
-    rows = tuple((t.group_id, t.rollout_index, True) for t in made)
-    lines: list[Line] = [
-        Owner(format=1, attempt=1, host="n1"),
-        Shard(number=7, digest=digest, num_bytes=image.num_bytes, rows=rows),
-    ]
-    for group in sorted({t.group_id for t in made}):
-        rollouts = tuple((t.rollout_index, 7, row, True) for row, t in enumerate(made)
-                         if t.group_id == group)  # fmt: skip
-        lines.append(
-            Closed(
-                group=group,
-                kind=Kind.validation,
-                task="a",
-                instance_id=f"a-{group}",
-                num_rollouts=2,
-                rollouts=rollouts,
-                reason="complete",
-            )
-        )
-    writer = ManifestWriter(run.manifest, owner=1)
-    writer.append(lines)
-    writer.close()
+from tests.prorl_hpc.cli.support import state
 
 
 def test_status_of_a_run_that_was_never_started(
@@ -104,6 +30,24 @@ def test_status_of_a_run_that_was_never_started(
     assert [job["job"] for job in jobs] == ["buffer", "rollout", "rollout", "learner"]
 
 
+def test_tasks_of_which_the_same_is_to_be_said_share_a_row() -> None:
+    waiting = [replace(state("rollout", Phase.pending, index=i), reason="Priority") for i in (0, 1)]
+    odd = replace(state("rollout", Phase.running, index=2), reason="its script hasn't said a word")
+    running = [state("rollout", Phase.running, index=i) for i in (3, 4, 5)]
+    failed = [state("rollout", Phase.failed, index=i) for i in (6, 7)]
+    found = [*waiting, odd, *running, *failed]
+    lines = [line.split() for line in jobs_table(found, now=9.0, every=False).splitlines()[2:]]
+    shown = sorted(" ".join(line) for line in lines)
+    assert shown == [
+        "rollout 2 running 1 9 s h its script hasn't said a word",
+        "rollout 2 tasks pending 1 Priority",
+        "rollout 3 tasks running 1",
+        "rollout 6 failed 1 9 s h",
+        "rollout 7 failed 1 9 s h",
+    ]
+    assert len(jobs_table(found, now=9.0, every=True).splitlines()) == 2 + len(found)
+
+
 def test_status_shows_progress_and_dead_jobs(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     start = ledger.Start(
         time=1.0, job="learner", role="learner", index=0, attempt=1, job_id="local-1", host="n1"
@@ -116,20 +60,6 @@ def test_status_shows_progress_and_dead_jobs(run: Run, capsys: pytest.CaptureFix
     assert "step 4/" in out
     assert "reward 0.5" in out
     assert "supervisor is gone" in out
-
-
-def test_watch_and_status_show_the_warm_up(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    with MetricsWriter(run.metrics("learner")) as writer:
-        writer.write(event="warmup", step=21, loss=1.25)
-        writer.write(event="warmup", step="x", loss=None)
-    steps = load_recipe(run.recipe).warmup.steps
-    assert main(["watch", "quickstart"]) == 1
-    told = f"warmup  step 21/{steps}: loss 1.250 nats per token"
-    assert told in capsys.readouterr().out
-    with MetricsWriter(run.metrics("learner")) as writer:
-        writer.write(event="warmup", step=41, loss=None)
-    assert main(["status", "quickstart"]) == 0
-    assert f"no step yet, warmup step 41/{steps}\n" in capsys.readouterr().out
 
 
 def test_status_names_the_culprit_of_a_failed_run(
@@ -273,148 +203,6 @@ def test_manual_reset_leaves_a_new_request_each_time(run: Run) -> None:
     assert (run.requests / "reset-reference").read_text() != first
 
 
-def test_export_checks_hashes(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["export", "quickstart", "out"]) == 2
-    assert "there: none yet" in capsys.readouterr().err
-    publish_policy(
-        run,
-        version=3,
-        step=3,
-        write=lambda path: (path / "w.safetensors").write_bytes(b"w") and None,
-    )
-    assert main(["export", "quickstart", "out"]) == 0
-    assert Path("out/w.safetensors").read_bytes() == b"w"
-    assert main(["export", "quickstart", "out"]) == 2
-    (run.policy(3) / "w.safetensors").write_bytes(b"x")
-    assert main(["export", "quickstart", "out2"]) == 2
-    assert "damaged" in capsys.readouterr().err
-    assert not Path("out2").exists()
-
-
-def test_export_of_a_step_takes_whatever_holds_it(
-    run: Run, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def write(path: Path) -> None:
-        (path / "w.safetensors").write_bytes(b"w")
-
-    assert main(["export", "quickstart", "out", "--step", "4"]) == 2
-    assert (
-        "step 4 of run 'quickstart' has no checkpoint; there: none yet" in capsys.readouterr().err
-    )
-    publish_policy(run, version=5, step=4, write=write)  # after a roll-back
-    assert main(["export", "quickstart", "out", "--step", "4"]) == 0
-    assert "version 5, step 4" in capsys.readouterr().out
-    publish_directory(run.export(2), version=2, step=2, write=write)
-    assert main(["export", "quickstart", "two", "--step", "2"]) == 0
-    assert Path("two/w.safetensors").exists()
-    assert main(["export", "quickstart", "two", "--step", "4"]) == 2
-    assert "two exists" in capsys.readouterr().err
-
-
-def test_show_without_groups(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["show", "quickstart", "--group", "7"]) == 2
-    assert "none is closed yet" in capsys.readouterr().err
-
-
-def test_show_speaks_of_groups_as_the_user_counts_them(
-    run: Run, capsys: pytest.CaptureFixture[str]
-) -> None:
-    first = first_group(6)
-    made = [trajectory(1.0, group=group, index=i) for group in (0, 5, first, first + 1)
-            for i in (0, 1)]  # fmt: skip
-    store_groups(run, made)
-    assert main(["show", "quickstart", "--group", "99999"]) == 2
-    err = capsys.readouterr().err
-    assert "group 99999 of run 'quickstart' isn't in its buffer (closed: 0 to 5; " in err
-    assert "--validation of version 6 (2 groups))\n" in err
-    for wrong in (["--group", str(first)], ["--group", "2", "--validation", "6"],
-                  ["--group", "0", "--validation", "7"], ["--group", "-1", "--validation", "7"],
-                  ["--group", "0", "--rollout", "9"]):  # fmt: skip
-        assert main(["show", "quickstart", "--ids", *wrong]) == 2
-    assert "rollout 9 of group 0 isn't usable; usable are [0, 1]" in capsys.readouterr().err
-    assert main(["show", "quickstart", "--ids", "--group", "1", "--validation", "6"]) == 0
-    out = capsys.readouterr().out
-    assert "group 1: validation of version 6, task a, " in out
-    assert str(first) not in out
-
-
-def test_export_of_an_empty_buffer(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["buffer", "export", "quickstart", "all.jsonl"]) == 0
-    assert "0 trajectories" in capsys.readouterr().out
-    assert main(["buffer", "export", "quickstart", "all.txt"]) == 2
-    assert main(["buffer", "export", "quickstart", "none/all.jsonl"]) == 2
-    assert "can't be written" in capsys.readouterr().err
-
-
-def test_segments_part_what_was_given_from_what_was_sampled() -> None:
-    one = trajectory(0.5)
-    assert segments(one) == [(False, [5, 6]), (True, [7, 8])]
-    text = describe_trajectory(one, decode=lambda ids: "-".join(map(str, ids)))
-    assert "reward 0.5, scored" in text
-    assert "--- policy ---\n7-8" in text
-
-
-def test_when_a_watch_ends() -> None:
-    done = [state("learner", Phase.finished), state("buffer", Phase.failed)]
-    assert is_over(done, local=False)
-    assert not is_over([*done, state("rollout", Phase.preempted)], local=True)
-    lost = [*done, state("rollout", Phase.unknown)]
-    assert is_over(lost, local=True)
-    assert not is_over(lost, local=False)
-    assert not is_over(done, local=True, supervised=True)
-
-
-def test_watch_of_a_run_that_was_never_started(
-    run: Run, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["watch", "quickstart"]) == 1
-    assert "never started; next: the same prorl-hpc submit" in capsys.readouterr().out
-
-
-def test_summary_counts_array_tasks() -> None:
-    found = [state("buffer", Phase.running)]
-    found += [state("rollout", Phase.running, index=i) for i in range(3)]
-    found.append(state("rollout", Phase.pending, index=3))
-    assert summary(found) == "buffer running, rollout 1 pending 3 running"
-
-
 def test_tables_and_durations() -> None:
     assert table(("a", "n"), [("x", 1), ("yy", None)]) == "a   n\n--  -\nx   1\nyy  -"
     assert [duration(s) for s in (3, 150, 8000)] == ["3 s", "2 min", "2.2 h"]
-
-
-def test_evaluation_scores_by_hand() -> None:
-    rewards = {0: [1.0, 0.0], 1: [0.0, 0.0], 2: [1.0, None]}
-    every = [
-        trajectory(reward, group=group, index=i)
-        for group, values in rewards.items()
-        for i, reward in enumerate(values)
-    ]
-    score = score_tasks(every, ks=[1], seed=0)["a"]
-    assert (score.instances, score.samples, score.failures) == (3, 1, 1)
-    # pass@1: 1/2, 0 and 1 (one usable rollout); their mean is 1/2
-    assert score.pass_at[1].mean == pytest.approx(0.5)
-    assert score.response_tokens == 2.0
-    # one of two instances was ever solved; the third has too few rollouts to say
-    two = score_tasks(every, ks=[2], seed=0)["a"]
-    assert two.pass_at[2].mean == pytest.approx(0.5)
-    with pytest.raises(EvaluationError, match="pass@3 needs at least 3 samples"):
-        score_tasks(every, ks=[3], seed=0)
-    with pytest.raises(EvaluationError, match="task a: all rollouts were lost"):
-        score_tasks(every[-1:], ks=[1], seed=0)
-
-
-def test_leases_of_an_evaluation() -> None:
-    tasks = {"a": TaskConfig(kind="logic", validation_size=64)}
-    recipe = Recipe(name="r", steps=1, tasks=tasks)
-    leases = plan_leases(recipe, sizes={"a": 3}, num_samples=4)
-    assert [lease.instance_index for lease in leases] == [0, 1, 2]
-    assert leases[0].rollouts == (0, 1, 2, 3)
-    assert len({lease.seed for lease in leases}) == 3
-
-
-@pytest.mark.parametrize("text", ["0", "5", "x", ""])
-def test_ks_that_cannot_be_estimated(text: str) -> None:
-    with pytest.raises(UserError, match="--k"):
-        parse_ks(text, samples=4)
-    assert parse_ks("4,1", samples=4) == [1, 4]

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from prorl_hpc.choices import OnExhausted
 from prorl_hpc.learner.filtering import (
     EffectiveSamples,
-    OnExhausted,
     RefillAction,
     decide_refill,
     filter_groups,

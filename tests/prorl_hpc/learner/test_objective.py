@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hpc.errors import UserError
-from prorl_hpc.choices import Aggregation, Correction, KlEstimator, Surrogate
+from prorl_hpc.choices import Aggregation, Correction, KlEstimator, KlPlace, Surrogate
 from prorl_hpc.learner.objective import (
     ObjectiveConfig,
     add_sums,
@@ -356,6 +356,21 @@ def test_config_from_a_recipe() -> None:
     assert config.constant_tokens == 77
     assert not config.needs_reference
     assert (config.clip_low, config.clip_high) == (0.2, 0.4)
+
+
+def test_every_field_of_the_objective_comes_from_the_recipe() -> None:
+    """A setting that stopped at the recipe would be one that nobody can switch on."""
+    algorithm = AlgorithmConfig(
+        surrogate=Surrogate.cispo, aggregation=Aggregation.sequence_mean, clip_low=0.11,
+        clip_high=0.12, dual_clip=3.0, kl_coef=0.13, kl_estimator=KlEstimator.k1,
+        kl_place=KlPlace.reward, kl_input_clamp=1.5, kl_output_clamp=1.6,
+        kl_importance_weighted=True, correction=Correction.icepop, correction_low=0.14,
+        correction_high=0.15, entropy_coef=0.16,
+    )  # fmt: skip
+    config = objective_config(algorithm, max_new_tokens=17)
+    for field in dataclasses.fields(ObjectiveConfig):
+        expected = 17 if field.name == "constant_tokens" else getattr(algorithm, field.name)
+        assert getattr(config, field.name) == expected, field.name
 
 
 def test_mixed_versions_in_one_trajectory() -> None:

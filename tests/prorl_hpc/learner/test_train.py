@@ -9,7 +9,9 @@ import torch
 
 from prorl_hpc.buffer.messages import VALIDATION_BASE, GroupRef
 from prorl_hpc.buffer.shard import ShardDamaged
+from prorl_hpc.choices import OnExhausted
 from prorl_hpc.learner.checkpoint import checkpoint_steps, read_state
+from prorl_hpc.learner.collect import TooFewGroups
 from prorl_hpc.learner.train import TrainError
 from prorl_hpc.learner.validate import read_validations
 from prorl_hpc.observe.metrics import read_metrics
@@ -117,6 +119,15 @@ def test_a_batch_that_never_fills_is_trained_in_part(tmp_path: Path) -> None:
     assert (row["groups_trained"], row["draws"]) == (1, 2)
     # 15 groups were consumed for one step of 8.
     assert told(fake, "filtered")[-1] == 7
+
+
+def test_a_batch_that_never_fills_is_an_error_where_the_recipe_says_so(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", tiny_recipe(max_refills=1, on_exhausted=OnExhausted.error))
+    fake = client(degenerate=lambda group_id: group_id != 3)
+    with pytest.raises(
+        TooFewGroups, match=r"step 1: 1 of 15 groups carry .* after 2 draws, 8 wanted; raise"
+    ):
+        go(run, fake)
 
 
 def test_no_signal_at_all_ends_with_what_to_change(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 import errno
 import itertools
 import re
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ from prorl_hpc.learner.space import SpaceWait
 from prorl_hpc.observe.metrics import MetricsWriter, read_metrics
 from prorl_hpc.policy import latest_version
 from tests.fakes.learner_client import FakeClient
+from tests.prorl_hpc.disks import fill_disk, small_disk
 
 from .conftest import make_run, tiny_recipe
 from .loop_helpers import client, go, told, weights_hash
@@ -193,29 +193,21 @@ def now_and_then_full(real: Any) -> Any:
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of its own of 24 MiB."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(disk)]
-    if subprocess.run(mount, capture_output=True).returncode != 0:
-        pytest.skip("may not mount a file system")
-    try:
-        yield disk
-    finally:
-        subprocess.run(["umount", "-l", str(disk)], check=True)
+def disk(tmp_path: Path) -> Iterator[Path]:
+    with small_disk(tmp_path / "disk", mib=24) as made:
+        yield made
 
 
 @pytest.mark.parametrize("victim", ["checkpoint", "policy", "line"])
 def test_a_disk_that_is_really_full_leaves_nothing_half_made(
-    small_disk: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    disk: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
     victim: str,
 ) -> None:  # fmt: skip
     """Filled by somebody else just before one kind of write, who makes room when we wait."""
     monkeypatch.setattr(space, "RETRY_SECONDS", 0.01)
     recipe = tiny_recipe()
-    run = make_run(small_disk / "run", recipe)
-    ballast = small_disk / "ballast"
+    run = make_run(disk / "run", recipe)
+    ballast = disk / "ballast"
     owner, name, word = {
         "checkpoint": (output, "save_checkpoint", "checkpoint of step 4"),
         "policy": (output, "write_version", "policy version 1"),
@@ -243,13 +235,3 @@ def test_a_disk_that_is_really_full_leaves_nothing_half_made(
     assert latest_version(run) == 12
     rows = read_metrics(run.metrics("learner"))
     assert [row["step"] for row in rows if row["event"] == "step"] == list(range(1, 13))
-
-
-def fill_disk(path: Path, *, spare_bytes: int) -> None:
-    with path.open("wb", buffering=0) as stream:
-        try:
-            while True:
-                stream.write(b"x" * 4096)
-        except OSError as err:
-            assert err.errno == errno.ENOSPC
-        stream.truncate(path.stat().st_size - spare_bytes)
