@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from hpc import ledger
-from hpc.errors import EndpointTimeout
+from hpc.errors import EndpointTimeout, UserError
 from hpc.files import publish as publish_file
+from hpc.prepare import load
 from hpc.rundir import RunDirectory
 
 FORMAT = 1
@@ -106,19 +107,32 @@ def await_endpoint(
 
 def culprit(run: RunDirectory, role: str) -> str:
     """What the ledger says about a role, in one sentence."""
+    home = _home(run, role)
     histories = [
         history
         for history in ledger.fold(ledger.read(run.ledger)).values()
-        if history.last_start is not None and history.last_start.role == role
+        if history.last_start is not None and history.last_start.role == home
     ]
     if not histories:
-        return f"its job never started; see `squeue` and {run.logs / role}"
+        whose = "its job" if home == role else f"the {home} job, in which it runs,"
+        return f"{whose} never started; see `squeue` and {run.logs / home}"
     newest = max(histories, key=lambda history: history.starts[-1].time)
     start, end = newest.last_start, newest.last_exit
     assert start is not None
+    which = "its attempt" if home == role else f"in the {home} job, attempt"
     if end is None:
-        return f"its attempt {start.attempt} on {start.host} hasn't published one"
-    return f"its attempt {start.attempt} on {start.host} ended: {end.reason}"
+        return f"{which} {start.attempt} on {start.host} hasn't published one"
+    return f"{which} {start.attempt} on {start.host} ended: {end.reason}"
+
+
+def _home(run: RunDirectory, role: str) -> str:
+    """The role of the job that it runs in: without one of its own, that which the others follow."""
+    try:
+        plan, _ = load(run)
+    except UserError:
+        return role
+    roles = [job.role for job in plan.ordered()]
+    return role if role in roles or not roles else roles[0]
 
 
 def reserve_port(host: str = "") -> socket.socket:

@@ -7,7 +7,9 @@ import pytest
 from hpc import endpoints, ledger
 from hpc.endpoints import Endpoint
 from hpc.errors import EndpointTimeout
+from hpc.prepare import prepare
 from hpc.rundir import RunDirectory
+from tests.hpc.plans import job, plan, slurm_site
 
 
 def endpoint(attempt: int, *, run: str = "id-1", host: str = "10.0.0.7") -> Endpoint:
@@ -76,6 +78,22 @@ def test_the_error_names_the_culprit(tmp_path: Path) -> None:
     ledger.append(run.ledger, entry=ended)
     with pytest.raises(EndpointTimeout, match="attempt 1 on node-9 ended: exit code 1"):
         wait(run)
+
+
+def test_a_role_beside_another_is_looked_for_in_that_ones_job(tmp_path: Path) -> None:
+    """As the buffer beside the learner: the ledger never speaks of a job of its own."""
+    run = RunDirectory(tmp_path)
+    jobs = (job("rollout", array_size=2, after=("learner",)), job("learner"))
+    prepare(run, plan=plan(*jobs, directory=run.root), site=slurm_site())
+    with pytest.raises(EndpointTimeout, match="the learner job, in which it runs, never started"):
+        wait(run)
+    started = ledger.Start(
+        time=1.0, job="learner", role="learner", index=0, attempt=2, job_id="7", host="node-9"
+    )
+    ledger.append(run.ledger, entry=started)
+    with pytest.raises(EndpointTimeout, match="in the learner job, attempt 2 on node-9 hasn't"):
+        wait(run)
+    assert endpoints.culprit(run, "rollout").startswith("its job never started")
 
 
 def test_stopping_ends_the_wait(tmp_path: Path) -> None:

@@ -1,6 +1,9 @@
 """`prorl-hpc submit` without a scheduler: composing, dry runs, refusals; nothing is started."""
 
+import importlib.metadata
 import json
+import re
+import socket
 import stat
 from pathlib import Path
 
@@ -8,6 +11,7 @@ import pytest
 import yaml
 
 from hpc import ledger
+from prorl_hpc import __version__
 from prorl_hpc.cli.main import main
 from prorl_hpc.cli.submit import compose_recipe, submit
 from prorl_hpc.recipe import load_recipe
@@ -46,7 +50,14 @@ def test_dry_run_writes_the_run_and_starts_nothing(
     assert {path.stem for path in run.scripts.iterdir()} == {"buffer", "rollout", "learner"}
     assert stat.S_IMODE(run.secrets.stat().st_mode) == 0o700
     assert all(stat.S_IMODE(p.stat().st_mode) == 0o600 for p in run.secrets.iterdir())
-    assert json.loads(run.provenance.read_text())["command"].startswith("prorl-hpc submit")
+    origin = json.loads(run.provenance.read_text())
+    assert origin["command"].startswith("prorl-hpc submit recipe=quickstart")
+    assert origin["overrides"] == ["recipe=quickstart", "site=desk", "rollout.nodes=3"]
+    assert origin["host"] == socket.gethostname()
+    assert origin["prorl_hpc"] == __version__
+    assert origin["packages"]["hydra-core"] == importlib.metadata.version("hydra-core")
+    if origin["git"] is not None:  # a checkout
+        assert re.fullmatch(r"[0-9a-f]{40}", origin["git"]["commit"])
     assert "sbatch" in run.readme.read_text()
     assert not run.ledger.exists()
     assert (run.logs / "learner").is_dir()
