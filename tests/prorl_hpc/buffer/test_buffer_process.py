@@ -36,7 +36,7 @@ def prepare(path: Path) -> Run:
     recipe = Recipe(
         name="test",
         steps=10,
-        tasks={"sums": TaskConfig(kind="logic", train_size=1000)},
+        tasks={"sums": TaskConfig(kind="logic", options={"family": "chain_sum"}, train_size=1000)},
         algorithm=AlgorithmConfig(batch_groups=NUM_GROUPS, num_rollouts=4, max_staleness=0),
         buffer=BufferConfig(seal_seconds=0.01, lease_seconds=2.0, shard_bytes=1 << 16),
     )
