@@ -142,9 +142,10 @@ def policy_loss(
     sums["masked_nonfinite"] = float(mask_T.bool().sum()) - sums["tokens"]
     if reference_logprobs_T is not None and config.needs_reference:
         kl_M = _kl(tokens, reference_logprobs_T[tokens.keep], config)
+        # Unweighted: one token's weight of millions is no spike for the reset controller.
         sums["kl"] = float(kl_M.detach().sum())
         if config.kl_place is KlPlace.loss:
-            loss_M = loss_M + config.kl_coef * kl_M
+            loss_M = loss_M + config.kl_coef * _weighted_kl(kl_M, tokens, config)
     if entropy_T is not None:
         entropy_M = entropy_T[tokens.keep]
         sums["entropy"] = float(entropy_M.detach().sum())
@@ -243,13 +244,16 @@ def _weights(tokens: _Tokens, config: ObjectiveConfig) -> Tensor:
 
 
 def _kl(tokens: _Tokens, reference_M: Tensor, config: ObjectiveConfig) -> Tensor:
-    kl_M = kl_estimate(
+    return kl_estimate(
         tokens.new,
         reference_M.detach().to(tokens.new.dtype),
         estimator=config.kl_estimator,
         input_clamp=config.kl_input_clamp,
         output_clamp=config.kl_output_clamp,
     )
+
+
+def _weighted_kl(kl_M: Tensor, tokens: _Tokens, config: ObjectiveConfig) -> Tensor:
     if not config.kl_importance_weighted:
         return kl_M
     behaviour_M = tokens.old if tokens.sampler is None else tokens.sampler

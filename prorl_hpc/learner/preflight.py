@@ -3,7 +3,7 @@
 Pure; knows the recipe and no tensors: it runs on a login node. Sizes of memory are `memory`'s.
 """
 
-from prorl_hpc.choices import KlPlace
+from prorl_hpc.choices import Correction, KlPlace, StalePolicy
 from prorl_hpc.learner.algorithm_error import AlgorithmError
 from prorl_hpc.learner.objective_config import objective_config
 from prorl_hpc.learner.stages import check_stages, stage_at
@@ -35,6 +35,7 @@ def check_training(recipe: Recipe) -> None:
     check_stages(algorithm.stages)
     objective_config(algorithm, max_new_tokens=longest_of_run(recipe))
     _check_kl(algorithm)
+    _check_stale(algorithm)
     _check_cosine(algorithm)
     for context_tokens in _contexts(recipe):
         for name in recipe.tasks:
@@ -58,6 +59,15 @@ def _check_kl(algorithm: AlgorithmConfig) -> None:
         raise AlgorithmError(
             "algorithm.kl_importance_weighted=true has no use with algorithm.kl_place=reward; "
             "set kl_place=loss, or leave it false"
+        )
+
+
+def _check_stale(algorithm: AlgorithmConfig) -> None:
+    if algorithm.stale is StalePolicy.correct and algorithm.correction is Correction.none:
+        raise AlgorithmError(
+            "algorithm.stale=correct with algorithm.correction=none trains on stale groups as if "
+            "they were fresh; choose a correction (truncated, icepop, sequence_mask, decoupled), "
+            "or stale=drop"
         )
 
 

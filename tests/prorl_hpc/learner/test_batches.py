@@ -55,6 +55,24 @@ def test_what_follows_the_last_sampled_token_is_left_out() -> None:
     assert sample.sampled.tolist() == [1]
 
 
+def test_observations_between_turns_are_read_and_never_predicted() -> None:
+    """Loss, KL and every metric are sums over these entries: no observation is among them."""
+    whole = trajectory(group_id=0, index=0, tokens=[2, 3, 4, 5, 6, 7], num_prompt=1, reward=1.0)
+    turns = Trajectory(
+        group_id=0, rollout_index=0, kind=Kind.train, task="letters", instance_id="i",
+        tokens=whole.tokens, loss_mask=np.array([0, 1, 0, 0, 1, 1], dtype=np.uint8),
+        logprobs=np.array([0, -0.1, 0, 0, -0.4, -0.5], dtype=np.float32),
+        versions=np.array([-1, 3, -1, -1, 4, 4], dtype=np.int32), reward=1.0,
+    )  # fmt: skip
+    (sample,) = samples(turns)
+    batch = build_micro_batch([sample], [0], device="cpu")
+    assert batch.tokens_T.tolist() == [2, 3, 4, 5, 6, 7]
+    assert batch.predictors_M.tolist() == [0, 3, 4]
+    assert batch.targets_M.tolist() == [3, 6, 7]
+    assert batch.sampler_M.tolist() == pytest.approx([-0.1, -0.4, -0.5])
+    assert (sample.response_tokens, sample.oldest_version) == (3, 3)
+
+
 def test_padding_that_ends_turns_is_a_token_like_any_other() -> None:
     """pad == eos == 1: what was sampled is told by the mask alone, never by the token's id."""
     end = 1

@@ -145,6 +145,22 @@ def test_whole_formula_by_hand() -> None:
     assert mean_metrics(sums)["loss"] == pytest.approx(expected)
 
 
+def test_an_importance_weighted_kl_by_hand() -> None:
+    """Policy over sampler is 3 and 1/2: the loss weighs by it, the metric doesn't."""
+    config = dataclasses.replace(
+        PLAIN, kl_coef=0.5, kl_estimator=KlEstimator.k1, kl_importance_weighted=True
+    )
+    old = torch.tensor([-2.0, -1.0], dtype=F64)
+    sampler = old - torch.tensor([3.0, 0.5], dtype=F64).log()
+    loss, sums = policy_loss(
+        old, old, sampler, old - torch.tensor([0.2, 0.4], dtype=F64), torch.zeros(2),
+        torch.ones(2), torch.zeros(2), config=config, denominator=2.0,
+    )  # fmt: skip
+    # k1 = d: (3 * 0.2 + 0.5 * 0.4) / 2, halved by the coefficient.
+    assert loss.item() == pytest.approx(0.5 * 0.8 / 2)
+    assert sums["kl"] == pytest.approx(0.6)
+
+
 @pytest.mark.parametrize("config", FULL)
 def test_gradient_by_finite_differences(config: ObjectiveConfig) -> None:
     batch = make_batch(3, (3, 2))

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from hpc.errors import UserError
-from prorl_hpc.choices import KlPlace
+from prorl_hpc.choices import Correction, KlPlace, StalePolicy
 from prorl_hpc.learner.preflight import check_training, longest_of_run, longest_response
 from prorl_hpc.recipe import (
     AlgorithmConfig,
@@ -63,6 +63,7 @@ def test_the_constant_of_a_run_is_that_of_its_longest_stage() -> None:
             },
             r"overlong_buffer_tokens=80 must lie in 1\.\.70",
         ),
+        ({"stale": StalePolicy.correct}, "stale=correct with algorithm.correction=none trains"),
         ({"dual_clip": 0.5}, r"dual_clip=0\.5 must be above 1"),
         ({"correction_low": 6.0}, r"correction_low=6\.0"),
         ({"stages": [StageConfig(from_step=1, num_rollouts=1)]}, "num_rollouts=1 must be"),
@@ -87,8 +88,9 @@ def test_what_would_end_the_first_step_is_refused_at_submit(
         check_trainable(recipe(**algorithm))
 
 
-def test_a_buffer_that_fits_every_task_is_fine() -> None:
+def test_what_can_work_is_left_alone() -> None:
     shaping = ShapingConfig(overlong_penalty=1.0, overlong_buffer_tokens=100)
     check_training(recipe(shaping=shaping))
+    check_training(recipe(stale=StalePolicy.correct, correction=Correction.icepop))
     off = dataclasses.replace(shaping, overlong_penalty=0.0, overlong_buffer_tokens=9999)
     check_training(recipe(shaping=off))
