@@ -1,6 +1,7 @@
 """One rank of a test's learner: `python -m tests.prorl_hpc.learner.rank RUN STOP_AFTER`.
 
 The rank that TEST_BLIND_RANK names can't read back what it has written of a checkpoint.
+TEST_NUM_ROLLOUTS is the size of a group.
 """
 
 import errno
@@ -23,7 +24,8 @@ def main() -> None:
     if os.environ.get("TEST_BLIND_RANK") == os.environ.get("RANK"):
         checkpoint.hash_file = blind
     left = iter(range(int(sys.argv[2])))
-    fake = FakeClient(vocabulary=VOCABULARY)
+    rollouts = int(os.environ.get("TEST_NUM_ROLLOUTS", "4"))
+    fake = FakeClient(vocabulary=VOCABULARY, num_rollouts=rollouts)
     reason = session.train(
         Run(Path(sys.argv[1])),
         connect=lambda patience_seconds: fake,

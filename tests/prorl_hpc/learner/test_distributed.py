@@ -22,6 +22,7 @@ from prorl_hpc.learner import session
 from prorl_hpc.learner.checkpoint import read_state
 from prorl_hpc.learner.distributed import Ranks, RanksError, join
 from prorl_hpc.learner.launch import combined_code
+from prorl_hpc.observe.metrics import read_metrics
 from prorl_hpc.recipe import Recipe
 from prorl_hpc.run import Run
 from tests.fakes.learner_client import FakeClient
@@ -129,6 +130,31 @@ def test_two_ranks_train_as_one_and_take_over_from_each_other(tmp_path: Path) ->
         assert set(found) == set(expected)
         for name, value in expected.items():
             assert torch.allclose(found[name], value, atol=2e-4), name
+
+
+@pytest.mark.process
+def test_a_rank_with_less_to_do_runs_a_dummy_and_nobody_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three rollouts, each a micro-batch of its own, on two ranks: the second has one left over."""
+    recipe = tiny_recipe(batch_groups=1, num_rollouts=3, learning_rate=1e-3)
+    recipe.steps = recipe.validation.every_steps = 2
+    recipe.learner.tokens_per_micro_batch = 1
+    monkeypatch.setenv("TEST_NUM_ROLLOUTS", "3")
+    together = make_run(tmp_path / "two", recipe)
+    assert train_with(together, 2) == "done"
+    rows = [r for r in read_metrics(together.metrics("learner")) if r["event"] == "step"]
+    # Two passes of each rank, of which one rank's last is the dummy.
+    assert [(row["samples"], row["micro_batches"]) for row in rows] == [(3, 2), (3, 2)]
+    alone = make_run(tmp_path / "one", recipe)
+    fake = FakeClient(vocabulary=VOCABULARY, num_rollouts=3)
+    end = session.train(
+        alone, connect=lambda patience_seconds: fake, read=fake.read, stop_reason=lambda: None
+    )
+    assert end == "done"
+    expected, found = (load_file(r.policy(2) / "model.safetensors") for r in (alone, together))
+    for name, value in expected.items():
+        assert torch.allclose(found[name], value, atol=2e-4), name
 
 
 @pytest.mark.process
