@@ -3,7 +3,8 @@
     POST /seed_session   POST /{tool}   POST /verify
 
 Refused connections and overloaded servers are tried again, a few times; what remains is a
-VerifierError. httpx is imported lazily.
+VerifierError. A tool's call is sent again only where it certainly wasn't made: it may change what
+the session holds. httpx is imported lazily.
 """
 
 import asyncio
@@ -21,6 +22,8 @@ FIRST_PAUSE_SECONDS = 0.5
 
 MAX_ANSWER_BYTES = 64 << 20
 OVERLOADED = (408, 425, 429, 502, 503, 504)
+TURNED_AWAY = (425, 429, 503)
+"""Those of a server that didn't begin; behind the others a request may have been carried out."""
 
 
 class Verified(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,7 +64,9 @@ class ServerSession:
 
     async def call(self, name: str, arguments: object, *, timeout_seconds: float) -> str:
         """A tool's answer, its complaints included: the policy is to read them."""
-        status, data = await self._post(f"/{name}", arguments, timeout_seconds=timeout_seconds)
+        status, data = await self._post(
+            f"/{name}", arguments, timeout_seconds=timeout_seconds, once=True
+        )
         text = data.decode(errors="replace")
         if status in OVERLOADED:
             raise VerifierError(f"{self._url}/{name} answered {status}: {_words(text)}")
@@ -77,29 +82,35 @@ class ServerSession:
             raise VerifierError(f"{self._url}{path} answered {status}: {words}")
         return data
 
-    async def _post(self, path: str, body: object, *, timeout_seconds: float) -> tuple[int, bytes]:
-        """Status and body; all attempts together take at most `timeout_seconds`."""
+    async def _post(
+        self, path: str, body: object, *, timeout_seconds: float, once: bool = False
+    ) -> tuple[int, bytes]:
+        """Status and body; all attempts together take at most `timeout_seconds`.
+
+        `once`: it is never carried out twice.
+        """
         try:
             async with asyncio.timeout(timeout_seconds):
-                return await self._attempts(path, body)
+                return await self._attempts(path, body, once=once)
         except TimeoutError as err:
             raise VerifierError(
                 f"{self._url}{path} didn't answer within {timeout_seconds:g} s"
             ) from err
 
-    async def _attempts(self, path: str, body: object) -> tuple[int, bytes]:
+    async def _attempts(self, path: str, body: object, *, once: bool) -> tuple[int, bytes]:
         import httpx
 
+        undone = TURNED_AWAY if once else OVERLOADED
         pause = self._first_pause_seconds
         content = msgspec.json.encode(body)
         for attempt in range(ATTEMPTS):
             last = attempt == ATTEMPTS - 1
             try:
                 status, data = await self._once(path, content)
-                if last or status not in OVERLOADED:
+                if last or status not in undone:
                     return status, data
             except (httpx.ConnectError, httpx.RemoteProtocolError, httpx.ReadError) as err:
-                if last:
+                if last or (once and not isinstance(err, httpx.ConnectError)):
                     raise VerifierError(f"{self._url}{path}: {_reason(err)}") from err
             except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as err:
                 raise VerifierError(f"{self._url}{path}: {_reason(err)}") from err

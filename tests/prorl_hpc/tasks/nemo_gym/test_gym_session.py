@@ -18,6 +18,7 @@ from prorl_hpc.records import Outcome
 from prorl_hpc.run import Run
 from prorl_hpc.service.job import Where
 from prorl_hpc.service.serve import listening, make_server
+from prorl_hpc.tasks.base import VerifierError
 from prorl_hpc.tasks.nemo_gym.server import ServerSession
 from prorl_hpc.tasks.nemo_gym.task import NemoGymTask, make_nemo_gym
 from tests.fakes.gym_server import GymServer, by_text
@@ -235,6 +236,34 @@ def test_an_overloaded_server_is_asked_again(tmp_path: Path) -> None:
             trajectory = await it.attempt()
             assert trajectory.outcome is Outcome.infrastructure_failure
             assert "init: VerifierError" in trajectory.detail
+
+    run(check())
+
+
+@pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 502 x\r\nContent-Length: 0\r\n\r\n"])
+def test_a_call_of_a_tool_is_never_made_twice(answer: bytes) -> None:
+    """What hangs up, or a proxy that lost its server, may have carried it out."""
+
+    async def check() -> None:
+        asked: list[bytes] = []
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            asked.append((await reader.readline()).split()[1])
+            writer.write(answer)
+            writer.close()
+
+        listener = await asyncio.start_server(serve, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+        session = ServerSession(url, first_pause_seconds=0.01)
+        try:
+            with pytest.raises(VerifierError):
+                await session.call("buy", {}, timeout_seconds=60.0)
+            with pytest.raises(VerifierError):
+                await session.seed({}, timeout_seconds=60.0)
+        finally:
+            await session.close()
+            listener.close()
+        assert asked == [b"/buy"] + [b"/seed_session"] * 4
 
     run(check())
 
