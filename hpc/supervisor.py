@@ -4,6 +4,7 @@ Decisions about what follows an end are those of `hpc.attempts`, recorded by the
 themselves; the supervisor records them for a script that was killed.
 """
 
+import errno
 import logging
 import os
 import signal
@@ -32,6 +33,11 @@ KILL_MARGIN_SECONDS = 10.0
 
 STEADY_SECONDS = 30.0
 """An attempt that lived this long starts the back-off anew."""
+
+PASSING = frozenset(
+    {errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT}
+)
+"""What keeps a process from being started for a while: the machine or the disk is full."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -148,18 +154,15 @@ class Supervisor:
         environment["PRORL_JOB_ID"] = task.token
         if task.job.array_size is not None:
             environment["PRORL_TASK"] = str(task.array_task)
-        path = self.run.logs / task.job.role / f"local-{task.index}.out"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("ab") as output:
-            task.process = subprocess.Popen(
-                ["bash", str(task.script)],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-                env=environment,
-                cwd=self.run.root,
-            )
+        try:
+            task.process = self._process(task, environment)
+        except OSError as err:
+            if err.errno not in PASSING:
+                raise
+            task.failures += 1
+            task.due = now + restart_delay_seconds(task.failures)
+            log.warning("%s[%d] can't be started yet: %s", task.job.name, task.index, err)
+            return
         assert self.guardian is not None
         self.guardian.add(task.process.pid)
         task.phase = Phase.running
@@ -169,11 +172,25 @@ class Supervisor:
         task.kill_at = now + seconds + KILL_MARGIN_SECONDS
         log.info("%s[%d] started as process %d", task.job.name, task.index, task.process.pid)
 
+    def _process(self, task: Task, environment: dict[str, str]) -> "subprocess.Popen[bytes]":
+        path = self.run.logs / task.job.role / f"local-{task.index}.out"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab") as output:
+            return subprocess.Popen(
+                ["bash", str(task.script)],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                env=environment,
+                cwd=self.run.root,
+            )
+
     def _stop(self, task: Task, *, reason: str) -> None:
         """SIGTERM once; the timer kills the group after the grace time."""
         if task.phase is Phase.waiting:
             task.phase = Phase.stopped
-            record_cancel(self.run, task, reason=reason)
+            self._note_stop(task, reason=reason)
         elif task.phase is Phase.running and not task.stop_reason:
             assert task.process is not None
             task.stop_reason = reason
@@ -227,7 +244,7 @@ class Supervisor:
             task.phase = Phase.stopped
             if follows is Next.again:
                 reason = task.stop_reason or self.stopping or "the run was cancelled"
-                record_cancel(self.run, task, reason=reason)
+                self._note_stop(task, reason=reason)
         elif follows in (Next.cancelled, Next.again):
             steady = now - task.started >= STEADY_SECONDS
             task.failures = 0 if steady else task.failures + 1
@@ -236,6 +253,12 @@ class Supervisor:
         else:
             task.phase = Phase.failed
         task.warn_at = task.kill_at = float("inf")
+
+    def _note_stop(self, task: Task, *, reason: str) -> None:
+        try:
+            record_cancel(self.run, task, reason=reason)
+        except OSError as err:  # a full disk: the others are to be stopped all the same
+            log.warning("%s[%d]: %s; not recorded: %s", task.job.name, task.index, reason, err)
 
     def _wanted(self, task: Task) -> bool:
         """Whether another attempt is wanted now; `scale` may have changed that meanwhile."""

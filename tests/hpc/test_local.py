@@ -1,5 +1,6 @@
 """The local backend: the real scripts as supervised processes, killed and cancelled."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -7,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -254,6 +256,48 @@ def test_a_request_to_stop_is_heard_between_starts(
     assert {task.phase for task in supervisor.tasks} == {TaskPhase.stopped}
     started = [task.index for task in supervisor.tasks if task.token]
     assert started == [0, 1]
+
+
+@pytest.mark.parametrize("number", [errno.EAGAIN, errno.EMFILE, errno.ENOSPC])
+def test_a_process_that_cannot_be_started_yet_is_started_later(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """A full process table or disk as one task starts doesn't end the others."""
+    run.root.mkdir()
+    made = plan(work("learner", "steps", "1"), directory=run.root)
+    prepare(run, plan=made, site=local_site())
+    supervisor = Supervisor(run=run, plan=made, site=local_site())
+    supervisor.enlist(time.time())
+    refusals = [OSError(number, os.strerror(number))] * 2
+    real = supervisor_module.subprocess.Popen
+
+    def popen(command: list[str], **options: Any) -> Any:
+        if command[0] == "bash" and refusals:
+            raise refusals.pop()
+        return real(command, **options)
+
+    monkeypatch.setattr(supervisor_module.subprocess, "Popen", popen)
+    assert supervisor.serve() == 0
+    assert not refusals
+    assert [task.phase for task in supervisor.tasks] == [TaskPhase.finished]
+
+
+def test_all_are_stopped_although_nothing_can_be_recorded(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.root.mkdir()
+    made = plan(work("rollout", "wait", array_size=3), directory=run.root)
+    prepare(run, plan=made, site=local_site())
+    supervisor = Supervisor(run=run, plan=made, site=local_site())
+    supervisor.enlist(time.time())
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(supervisor_module, "record_cancel", full)
+    submit.cancel(run.root)
+    assert supervisor.serve() == 0
+    assert {task.phase for task in supervisor.tasks} == {TaskPhase.stopped}
 
 
 def test_resume_while_a_killed_supervisors_jobs_still_end(
