@@ -4,7 +4,6 @@ Tools are declared to the chat template and their results come back under the ro
 the two tools of a shell; knows neither sandbox nor task.
 """
 
-import re
 from collections.abc import Sequence
 
 import msgspec
@@ -12,6 +11,7 @@ import msgspec
 from prorl_hpc.agents.bash import COMMAND_SECONDS, show
 from prorl_hpc.agents.episode import Conversation
 from prorl_hpc.agents.render import ObservationRenderer, ToolSchema
+from prorl_hpc.agents.spans import enclosed
 from prorl_hpc.environment.base import Environment
 from prorl_hpc.records import Message
 
@@ -41,11 +41,10 @@ TOOLS: tuple[ToolSchema, ...] = (
 
 NO_CALL = "Your answer calls no tool. Call `bash` with a command, or `submit` when you are done."
 
-# blanks inside are left to the decoder: a pattern for them takes the square of their number
-_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
-
 CALL_TAG = "<tool_call>"
 """What begins a call."""
+
+CALL_END = "</tool_call>"
 
 
 class Call(msgspec.Struct, frozen=True):
@@ -101,9 +100,9 @@ class Tools:
 def calls_in(text: str) -> list[Call | str]:
     """The calls of an answer; a text in place of one that can't be read says why."""
     calls: list[Call | str] = []
-    for body in _CALL.findall(text):
+    for start, end in enclosed(text, opening=CALL_TAG, closing=CALL_END):
         try:
-            calls.append(msgspec.json.decode(body.encode(), type=Call))
+            calls.append(msgspec.json.decode(text[start:end].encode(), type=Call))
         except (msgspec.MsgspecError, RecursionError) as err:
             calls.append(str(err))
     return calls
@@ -112,18 +111,19 @@ def calls_in(text: str) -> list[Call | str]:
 def split_answer(text: str) -> tuple[str, list[Call]]:
     """What an answer says beside its calls, and the calls; one that can't be read stays text."""
     calls: list[Call] = []
-
-    def take(found: re.Match[str]) -> str:
+    said: list[str] = []
+    done = 0
+    for start, end in enclosed(text, opening=CALL_TAG, closing=CALL_END):
         try:
-            calls.append(msgspec.json.decode(found.group(1).encode(), type=Call))
+            calls.append(msgspec.json.decode(text[start:end].encode(), type=Call))
         except (msgspec.MsgspecError, RecursionError):
-            return found.group(0)
-        return ""
-
-    return _CALL.sub(take, text).strip(), calls
+            continue
+        said.append(text[done : start - len(CALL_TAG)])
+        done = end + len(CALL_END)
+    return "".join([*said, text[done:]]).strip(), calls
 
 
 def spell_call(name: str, arguments: object) -> str:
     """A call as the model would write it."""
     body = msgspec.json.encode({"name": name, "arguments": arguments}).decode()
-    return f"<tool_call>\n{body}\n</tool_call>"
+    return f"{CALL_TAG}\n{body}\n{CALL_END}"

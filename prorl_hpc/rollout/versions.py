@@ -62,6 +62,8 @@ class Versions:
         self._newest = self._told = engine.version
         self._next_look = 0.0
         self._changed = asyncio.Event()
+        self._looked = asyncio.Event()
+        """Set, and replaced, whenever a rollout that waits for a load should look again."""
         self.last_error = ""
         """Why the newest version isn't served; empty when it is."""
 
@@ -87,6 +89,7 @@ class Versions:
         """A rollout that needs `version` was taken on; `unbind` when it is done with sampling."""
         if version is not None:
             self._bound[version] += 1
+            self._look_again()
 
     def unbind(self, version: int | None) -> None:
         if version is not None:
@@ -129,13 +132,15 @@ class Versions:
     async def _catch_up(self) -> None:
         """Waits while a newer version is to be loaded and nothing stands against it."""
 
-        async def loaded() -> None:
-            async with self._condition:
-                await self._condition.wait_for(lambda: not self._behind())
+        # Not by the condition: who gives up waiting for it must have its lock, and a load has it.
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._catch_up_seconds):
+                while self._behind():
+                    await self._looked.wait()
 
-        if self._behind():
-            with suppress(TimeoutError):
-                await asyncio.wait_for(loaded(), self._catch_up_seconds)
+    def _look_again(self) -> None:
+        self._looked.set()
+        self._looked = asyncio.Event()
 
     def _behind(self) -> bool:
         return self._newest > self._engine.version and not self._bound and not self.last_error
@@ -149,6 +154,7 @@ class Versions:
                 if not self._bound:
                     await self._load_newest()
                 self._condition.notify_all()
+            self._look_again()
 
     async def _load_newest(self) -> None:
         try:

@@ -10,13 +10,12 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
 
+from prorl_hpc.agents.spans import enclosed
 from prorl_hpc.records import Message
 from prorl_hpc.tasks.base import TaskError
 
 ANSWER_PROMPT = "Think as long as you need, then give your final answer as <answer>...</answer>."
 """Added as system prompt where tags are demanded and the recipe has none of its own."""
-
-_TAGS = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 def after_thinking(text: str) -> str:
@@ -28,21 +27,22 @@ def after_thinking(text: str) -> str:
 
 def tagged(text: str) -> str | None:
     """The content of the last `<answer>` pair, or None."""
-    found = _TAGS.findall(text)
-    return found[-1].strip() if found else None
+    found = list(enclosed(text, opening="<answer>", closing="</answer>"))
+    return text[slice(*found[-1])].strip() if found else None
 
 
 def boxed(text: str) -> str | None:
     r"""The content of the last balanced `\boxed{...}`, or None."""
-    start = text.rfind("\\boxed{")
-    while start >= 0:
-        depth = 0
-        for position in range(start + 6, len(text)):
-            depth += {"{": 1, "}": -1}.get(text[position], 0)
-            if depth == 0:
-                return text[start + 7 : position].strip()
-        start = text.rfind("\\boxed{", 0, start)
-    return None
+    unclosed: list[int] = []
+    last: tuple[int, int] | None = None
+    for brace in re.finditer(r"[{}]", text):
+        if brace.group() == "{":
+            unclosed.append(brace.end())
+        elif unclosed:
+            start = unclosed.pop()
+            if text.endswith("\\boxed", 0, start - 1) and (last is None or start > last[0]):
+                last = start, brace.start()
+    return text[slice(*last)].strip() if last is not None else None
 
 
 def read_json(text: str) -> Any:

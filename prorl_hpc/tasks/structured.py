@@ -51,7 +51,7 @@ def check(wanted: JSON, response: str) -> Score:
 def json_in(response: str) -> str:
     """The content of the last fenced block, else the whole text behind `</think>`."""
     text = after_thinking(response)
-    blocks = re.findall(r"```(?:json)?\s*\n(.*?)```", text, re.DOTALL)
+    blocks = re.findall(r"```(?:json)?[ \t\r]*\n(.*?)```", text, re.DOTALL)
     return str(blocks[-1]) if blocks else text
 
 

@@ -24,6 +24,8 @@ class Gate(ScriptedEngine):
         self.loading = asyncio.Event()
         self.open = asyncio.Event()
         self.broken = False
+        self.one_at_a_time = False
+        """Closed again behind each load."""
 
     async def load(self, version: int, *, path: Path) -> None:
         self.loading.set()
@@ -31,6 +33,8 @@ class Gate(ScriptedEngine):
         if self.broken:
             raise EngineError("the weights can't be read")
         await super().load(version, path=path)
+        if self.one_at_a_time:
+            self.open.clear()
 
 
 async def started(versions: Versions, engine: Gate) -> int:
@@ -108,3 +112,17 @@ def test_a_load_without_end_is_waited_for_with_a_bound(tmp_path: Path) -> None:
         assert await started(versions, engine) == 0
 
     following(tmp_path, body, catch_up_seconds=0.05)
+
+
+def test_a_second_load_in_a_row_has_the_same_bound(tmp_path: Path) -> None:
+    async def body(engine: Gate, versions: Versions) -> None:
+        engine.one_at_a_time = True
+        versions.offer(1)
+        await engine.loading.wait()
+        waiting = asyncio.create_task(started(versions, engine))
+        await asyncio.sleep(0)
+        versions.offer(2)
+        engine.open.set()
+        assert await waiting == 1  # the second load never ends
+
+    following(tmp_path, body, catch_up_seconds=0.5)
