@@ -121,7 +121,8 @@ class CliTask:
     def solution_for(self, messages: Sequence[Message]) -> str:
         """The solution of an instance that was made here, by its prompt; for replay only.
 
-        Empty where the problem has none, or isn't known. Equal prompts have equal solutions.
+        Empty where the problem has none, or isn't known. Of rows with equal prompts it is that of
+        the one made last.
         """
         return self._solutions.get(messages[-1].content, "")
 
@@ -216,7 +217,7 @@ class CliTask:
         spec = self.environment_spec(instance)
         # a json.py that the agent left in the working directory isn't the verifier's
         spec = replace(spec, variables={**spec.variables, "PYTHONSAFEPATH": "1"})
-        num_held, late = 0, False
+        num_held, num_run, late = 0, 0, False
         async with make_environment(spec) as environment:
             await self.setup(instance, environment)
             try:
@@ -236,9 +237,12 @@ class CliTask:
                     if late:
                         break
                     num_held += await _holds(environment, problem, script, seconds=left)
+                    num_run += 1
             except EnvironmentEnded:
                 pass  # what the agent left there ended it: what has held counts
             except TransferError as err:
+                if num_run:  # a script may have run a program of the agent's, and that did it
+                    return num_held, late
                 raise VerifierError(f"the scoring sandbox takes no files: {err}") from err
         return num_held, late
 

@@ -13,7 +13,7 @@ from prorl_hpc.agents.registry import make_agent
 from prorl_hpc.agents.replay import Policy
 from prorl_hpc.agents.tools import spell_call
 from prorl_hpc.choices import AgentKind, EnvironmentKind
-from prorl_hpc.environment.base import Environment, EnvironmentEnded
+from prorl_hpc.environment.base import Environment, EnvironmentEnded, TransferError
 from prorl_hpc.environment.factory import EnvironmentFactory
 from prorl_hpc.inference.scripted import ScriptedEngine
 from prorl_hpc.recipe import TaskConfig
@@ -21,7 +21,8 @@ from prorl_hpc.records import Kind, Outcome, Score, Trajectory
 from prorl_hpc.rollout.pipeline import Parts, Pipeline
 from prorl_hpc.rollout.versions import Versions
 from prorl_hpc.run import Run
-from prorl_hpc.tasks.base import TaskError
+from prorl_hpc.tasks.base import TaskError, VerifierError
+from prorl_hpc.tasks.cli import task as cli_task
 from prorl_hpc.tasks.cli.made import FAMILIES
 from prorl_hpc.tasks.cli.task import UNREADABLE, CliTask, make_cli
 from tests.prorl_hpc.agents.templates import byte_tokenizer
@@ -328,3 +329,27 @@ def test_an_agent_that_ends_its_sandbox_scores_nothing(tmp_path: Path) -> None:
     assert ended.reward == 0.0
     assert ended.outcome is Outcome.invalid
     assert EnvironmentEnded.__name__ not in ended.detail
+
+
+@pytest.mark.parametrize("broken_at", [0, 1])
+def test_a_sandbox_that_takes_no_more_files_after_a_script_is_the_agents_doing(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken_at: int
+) -> None:
+    """A script may run what the agent wrote: before the first one it is the infrastructure."""
+    row = ROW | {"checks": [], "verify": {"one": "true", "two": "true"}}
+    task = task_of(tmp_path, [row, OTHER], options={"reward": "fraction"})
+    begun: list[str] = []
+    honest = cli_task._holds
+
+    async def holds(environment: Environment, *given: Any, **named: Any) -> bool:
+        begun.append("")
+        if len(begun) > broken_at:
+            raise TransferError("no space left on device")
+        return await honest(environment, *given, **named)
+
+    monkeypatch.setattr(cli_task, "_holds", holds)
+    if broken_at:
+        assert bench.attempt(task, own(task), commands())[1].reward == 0.5
+    else:
+        with pytest.raises(VerifierError, match="no space left"):
+            bench.attempt(task, own(task), commands())
