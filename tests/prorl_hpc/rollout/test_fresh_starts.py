@@ -125,4 +125,4 @@ def test_a_second_load_in_a_row_has_the_same_bound(tmp_path: Path) -> None:
         engine.open.set()
         assert await waiting == 1  # the second load never ends
 
-    following(tmp_path, body, catch_up_seconds=0.5)
+    following(tmp_path, body, catch_up_seconds=3.0)
