@@ -9,10 +9,11 @@ import hashlib
 import json
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from prorl_hpc.choices import InferencePlacement
 from prorl_hpc.evaluation.estimators import (
     EvaluationError,
     Interval,
@@ -56,6 +57,26 @@ class Evaluation:
     tasks: dict[str, TaskScore]
 
 
+def with_engine(recipe: Recipe) -> Recipe:
+    """The recipe of a node that has engine and attempts together, as an evaluation has.
+
+    Of a run whose engines have jobs of their own: what those jobs have, and a rollout node's room.
+    """
+    served = recipe.inference
+    if served.placement is not InferencePlacement.own_jobs:
+        return recipe
+    return replace(
+        recipe,
+        inference=replace(served, placement=InferencePlacement.rollout_nodes),
+        rollout=replace(
+            recipe.rollout,
+            gpus_per_node=served.gpus_per_node,
+            cpus_per_node=max(served.cpus_per_node, recipe.rollout.cpus_per_node),
+            memory_mib=max(served.memory_mib, recipe.rollout.memory_mib),
+        ),
+    )
+
+
 async def evaluate(
     recipe: Recipe,
     *,
@@ -72,7 +93,7 @@ async def evaluate(
     be served, EvaluationError when a task has no instance with the samples that a k needs.
     """
     trajectories = await _sample(
-        recipe, model=model, num_samples=num_samples, scratch=scratch, report=report
+        with_engine(recipe), model=model, num_samples=num_samples, scratch=scratch, report=report
     )
     return Evaluation(
         target=target,

@@ -16,7 +16,8 @@ from hpc.fanout import Done, Failed, Result, fan_out
 from hpc.plan import Resources
 from hpc.scratch import OwnedDirectory
 from hpc.site import Backend, Site
-from prorl_hpc.evaluation.evaluate import Evaluation, as_data, evaluate
+from prorl_hpc.choices import InferencePlacement
+from prorl_hpc.evaluation.evaluate import Evaluation, as_data, evaluate, with_engine
 from prorl_hpc.recipe import Recipe
 
 FORMAT = 1
@@ -81,7 +82,7 @@ def sweep(
     results: list[Result[Evaluation]] = fan_out(
         function,
         jobs,
-        site=placed(site),
+        site=placed(site, jobs[0].recipe),
         role=ROLE,
         resources=resources(jobs[0].recipe, site),
         directory=directory,
@@ -100,18 +101,19 @@ def _result(job: VersionJob, result: Result[Evaluation]) -> VersionResult:
     return VersionResult(version=job.version, evaluation=result.value)
 
 
-def placed(site: Site) -> Site:
-    """The site with evaluations where rollout nodes go, unless it has a place for them."""
+def placed(site: Site, recipe: Recipe) -> Site:
+    """The site with evaluations where the recipe's engines go, unless it has a place for them."""
     if ROLE in site.placements:
         return site
-    places = {**site.placements, ROLE: site.placement("rollout")}
-    return dataclasses.replace(site, placements=places)
+    own_jobs = recipe.inference.placement is InferencePlacement.own_jobs
+    place = site.placement("inference" if own_jobs else "rollout")
+    return dataclasses.replace(site, placements={**site.placements, ROLE: place})
 
 
 def resources(recipe: Recipe, site: Site) -> Resources:
-    """A rollout node's, cut to what a node of the partition has."""
-    wanted = recipe.rollout
-    place = placed(site).placement(ROLE)
+    """Those of a node that has the engine, cut to what a node of the partition has."""
+    wanted = with_engine(recipe).rollout
+    place = placed(site, recipe).placement(ROLE)
     minutes = wanted.walltime_minutes
     return Resources(
         nodes=1,

@@ -9,9 +9,10 @@ import pytest
 
 from hpc.errors import UserError
 from hpc.site import Backend, Placement, Site
+from prorl_hpc.choices import InferencePlacement
 from prorl_hpc.cli.main import main
 from prorl_hpc.evaluation.estimators import Interval
-from prorl_hpc.evaluation.evaluate import Evaluation, TaskScore
+from prorl_hpc.evaluation.evaluate import Evaluation, TaskScore, with_engine
 from prorl_hpc.evaluation.sweep import (
     VersionJob,
     VersionResult,
@@ -22,7 +23,7 @@ from prorl_hpc.evaluation.sweep import (
 )
 from prorl_hpc.observe.evaluation_page import render_versions
 from prorl_hpc.policy import publish_policy
-from prorl_hpc.recipe import Recipe, TaskConfig, load_recipe
+from prorl_hpc.recipe import InferenceConfig, Recipe, TaskConfig, load_recipe
 from prorl_hpc.run import Run
 from tests.prorl_hpc.cli.support import recipe_directory
 
@@ -101,9 +102,26 @@ def test_page_of_versions_that_all_failed() -> None:
 
 def test_evaluations_go_where_rollout_nodes_go_unless_placed() -> None:
     gpu, own = Placement(partition="gpu", cpus_per_node=4), Placement(partition="own")
-    assert placed(site(rollout=gpu)).placement("evaluation").partition == "gpu"
-    assert placed(site(rollout=gpu, evaluation=own)).placement("evaluation").partition == "own"
+    both = site(rollout=gpu, evaluation=own)
+    assert placed(site(rollout=gpu), recipe()).placement("evaluation").partition == "gpu"
+    assert placed(both, recipe()).placement("evaluation").partition == "own"
     assert resources(recipe(), site(rollout=gpu)).cpus_per_node == 4
+
+
+def test_of_engines_with_jobs_of_their_own_an_evaluation_has_their_gpus() -> None:
+    served = recipe()
+    served.rollout.cpus_per_node, served.rollout.memory_mib = 16, 1000
+    served.inference = InferenceConfig(
+        placement=InferencePlacement.own_jobs, gpus_per_node=4, cpus_per_node=8, memory_mib=2000
+    )
+    cpu, gpu = Placement(partition="cpu"), Placement(partition="gpu")
+    where = site(rollout=cpu, inference=gpu)
+    assert placed(where, served).placement("evaluation").partition == "gpu"
+    found = resources(served, where)
+    assert (found.gpus_per_node, found.cpus_per_node, found.memory_mib) == (4, 16, 2000)
+    alone = with_engine(served)
+    assert alone.rollout.gpus_per_node == 4
+    assert alone.inference.placement is InferencePlacement.rollout_nodes
 
 
 @pytest.fixture
