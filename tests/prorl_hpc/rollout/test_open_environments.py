@@ -77,7 +77,7 @@ def test_a_service_refuses_before_it_starts_its_engine(only_the_task: Path) -> N
 
 def test_an_evaluation_refuses_before_it_starts_its_engine(only_the_task: Path) -> None:
     sampling = evaluate._sample(
-        make_recipe(), model=only_the_task, leases=[], scratch=only_the_task, report=None
+        make_recipe(), model=only_the_task, num_samples=1, scratch=only_the_task, report=None
     )
     with pytest.raises(IsolationError, match="install Apptainer"):
         asyncio.run(sampling)
